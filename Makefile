@@ -136,7 +136,7 @@ test-simulation: setup
 
 # The benchmarks, each against its peers in one run: docs/benchmarks.md. BENCH="--quick" passes options on;
 # BENCH=--help lists them. `make bench-vllm` takes the URL of a vLLM server: BENCH=http://127.0.0.1:8000.
-BENCHMARKS := $(addprefix bench-,gateway fidelity trajectory tree sandbox pipeline service tax stall soak verify vllm)
+BENCHMARKS := $(addprefix bench-,gateway fidelity trajectory tree sandbox pipeline service tax stall soak verify vllm vllm-updates)
 .PHONY: $(BENCHMARKS)
 $(BENCHMARKS): bench-%: setup
 	$(BIN)/python -m benchmarks $* $(BENCH)

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "soak": ("benchmarks.soak.benchmark", "Check that the service's memory stops growing."),
     "verify": ("benchmarks.verify.benchmark", "Measure what the automatic check of sessions costs."),
     "vllm": ("benchmarks.vllm.benchmark", "Measure a vLLM server through a capturing gateway and without it."),
+    "vllm-updates": ("benchmarks.vllm.updates", "Update a vLLM server's weights while sessions run."),
 }
 """The module that has a benchmark's `command`, and its line of help."""
 

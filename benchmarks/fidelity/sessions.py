@@ -21,8 +21,7 @@ from polar.data_plane import DataPlane
 from polar.engines.scripted.play import Play, ScriptedTurn
 from polar.engines.scripted.server import ScriptedServer
 from polar.harnesses import build_environment, filter_environment, load_harness
-from polar.harnesses.base import Harness, SetupRequest
-from polar.harnesses.files import write_setup
+from polar.harnesses.base import Harness, SetupRequest, write_setup
 from polar.plugins import names
 from polar.records.exchange import Exchange
 from polar.records.session import Session

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from benchmarks.client import Connection, encode_post
 from benchmarks.pipeline.workload import WorkloadTurn
-from polar.node.runtime_backends import RuntimeBackends
+from polar.node.runtime_pool import RuntimeBackends
 from polar.runtimes import files
 from polar.runtimes.base import CommandResult, FileState, RuntimeBackend, RuntimeSpec, SandboxError
 from polar.runtimes.state_folder import remove_tree

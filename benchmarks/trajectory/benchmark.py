@@ -42,7 +42,7 @@ from benchmarks.trajectory.rendering import OWN, RenderingCost
 from polar.records.session import Session
 from polar.records.trajectory import Ids, SessionPaths
 from polar.records.trajectory import TokenPath as TokenPath
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 from polar.trajectory import builders
 from polar.trajectory.tree import build_token_tree
 
@@ -271,7 +271,7 @@ async def measure_stored_bytes(report: TrajectoryReport, plan: TrajectoryPlan, p
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
         for turns in plan.turns:
             path = Path(name) / f"{turns}.db"
-            store = SqliteStore.open(path)
+            store = open_sqlite_store(path)
             await store.create_session(Session("bench", b"bench", 0.0))
             for exchange in exchanges[:turns]:
                 await store.append(exchange)

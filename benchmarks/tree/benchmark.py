@@ -57,8 +57,8 @@ from benchmarks.tree.report import (
 )
 from benchmarks.tree.trl import TrlPacking, get_version
 from polar.errors import ConfigError, PolarError
-from polar.train.forest import Floats, Indices, pack_forest
 from polar.train.memory import enable_expandable_segments
+from polar.train.packing import Floats, Indices, pack_forest
 
 SHORT = 10.0
 """Seconds: what a step takes once, for memory that it never had before, counts in a shorter one."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from polar.train.forest import Forest
+from polar.train.packing import Forest
 
 
 class ModelSizes(Struct, frozen=True):

@@ -15,7 +15,7 @@ from msgspec import Struct
 from benchmarks.client import BenchmarkError
 from polar.records.trajectory import ROOT, SessionPaths, Trajectory
 from polar.records.trajectory import TokenPath as TokenPath
-from polar.train.forest import Floats, Indices, Ints, TokenTree, make_path_tree
+from polar.train.packing import Floats, Indices, Ints, TokenTree, make_path_tree
 from polar.trajectory import builders
 from polar.trajectory.tree import build_token_tree
 

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.client import BenchmarkError
 from benchmarks.tree.groups import BUILDERS, BenchGroup, BuilderBatch
-from polar.train.forest import Floats, Forest, pack_forest
 from polar.train.memory import OutOfMemoryRetrier
-from polar.train.tree_model import TreeModel
+from polar.train.packing import Floats, Forest, pack_forest
+from polar.train.passes import TreeModel
 
 _NOMINAL = {"H100": 989e12, "H200": 989e12}
 """FLOPs a second by the vendor's data sheets, bf16 without sparsity."""

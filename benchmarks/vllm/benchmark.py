@@ -110,12 +110,12 @@ async def run(
     """`data`: where the gateway keeps what it captures [default: a folder that is deleted]. `keep` gets the report
     after every measurement."""
     began = time.monotonic()
-    model, folder = await _inspect(url, tokenizer)
+    model, folder = await inspect_engine(url, tokenizer)
     report = VllmReport(plan, model)
     async with contextlib.AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-bench-")))
         job = LoadJob(CHAT, url.rstrip("/"), model, folder, plan.shape, first=0, sessions=0)
-        bench = await _Bench.start(stack, plan, job, data or scratch / "data", scratch)
+        bench = await Bench.start(stack, plan, job, data or scratch / "data", scratch)
         progress("warming up")
         warm = min(8, min(plan.levels))
         for way in WAYS:
@@ -148,7 +148,7 @@ def estimate_seconds(report: VllmReport, level: int) -> float:
     return seconds * growth
 
 
-async def _inspect(url: str, tokenizer: str | None) -> tuple[str, str]:
+async def inspect_engine(url: str, tokenizer: str | None) -> tuple[str, str]:
     """The model's name, and where its tokenizer lies."""
     engine = VllmEngine(url, EngineSettings(kind="vllm", tokenizer=tokenizer))
     try:
@@ -162,7 +162,7 @@ async def _inspect(url: str, tokenizer: str | None) -> tuple[str, str]:
     return engine.model, folder
 
 
-class _Bench:
+class Bench:
     """The gateway and the load's processes."""
 
     def __init__(
@@ -179,14 +179,14 @@ class _Bench:
         self._job = job
         self._gateway = gateway
         self._addresses = addresses
-        self._client = client
+        self.client = client
         self._loads = loads
         self._begun = 0  # sessions so far: no two have the same number, so none finds another one's turns cached
 
     @classmethod
     async def start(
         cls, stack: contextlib.AsyncExitStack, plan: VllmPlan, job: LoadJob, data: Path, scratch: Path
-    ) -> "_Bench":
+    ) -> "Bench":
         async def start(name: str, *argv: str) -> ServerProcess:
             server = ServerProcess([sys.executable, "-m", *argv], None, scratch / f"{name}.log", speaks=True)
             return await stack.enter_async_context(server)
@@ -197,9 +197,13 @@ class _Bench:
         client = await stack.enter_async_context(AsyncClient(addresses.control))
         return cls(plan, job, gateway, addresses, client, loads)
 
+    @property
+    def control_url(self) -> str:
+        return self._addresses.control
+
     async def measure(self, way: WayName, sessions: int) -> tuple[RoundMeasurement, list[str]]:
         """With the ids of some sessions that the gateway captured."""
-        opened = [await self._client.new_session() for _ in range(sessions)] if way == GATEWAY else []
+        opened = [await self.client.new_session() for _ in range(sessions)] if way == GATEWAY else []
         await asyncio.gather(*(self._prepare(number, way, sessions, opened) for number in range(len(self._loads))))
         self._begun += sessions
         cpu, began = self._gateway.cpu(), time.monotonic()
@@ -242,7 +246,7 @@ class _Bench:
 
         async def end(session_id: str) -> None:
             async with gate:
-                await self._client.end_session(session_id)
+                await self.client.end_session(session_id)
 
         await asyncio.gather(*(end(session_id) for session_id in session_ids))
 

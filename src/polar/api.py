@@ -17,7 +17,7 @@ import uvloop
 from pydantic import ValidationError
 
 from polar import config, validation_errors
-from polar.client.task_input import TaskLike, load_tasks
+from polar.client.submission import TaskLike, load_tasks
 from polar.config import EngineSettings, Settings
 from polar.errors import ConfigError
 from polar.node.local import LocalRollout

@@ -1,4 +1,4 @@
-"""Changes as a patch in git's format, which `git apply` takes.
+"""Patches in git's format: made of changes so that `git apply` takes them, and the paths that one names.
 
 The content comes from an agent: what it costs to compare is bounded, however it is made. Text is compared line by line
 as long as that is cheap, and otherwise what differs is one block; binary files come whole; what is too large is only
@@ -7,6 +7,7 @@ named, in lines at the top that git skips.
 
 import base64
 import hashlib
+import re
 import zlib
 from pathlib import Path
 
@@ -23,6 +24,9 @@ _MAX_COMPARISONS = 8_000_000  # comparisons of lines in one patch
 _MAX_FILE_COMPARISONS = 1_000_000
 _MAX_FILE_EDITS = 1000  # in one file, found line by line
 _NO_OBJECT = "0" * 40
+_HEADER = re.compile(r"^(?:---|\+\+\+|rename from|rename to|copy from|copy to) (.*?)(?:\t.*)?$")
+_ESCAPE = re.compile(rb"\\([0-7]{3}|.)")
+_ESCAPED_LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
 
 
 class Patch(Struct, frozen=True):
@@ -38,7 +42,7 @@ def make_patch(
     max_file_bytes: int = MAX_FILE_BYTES,
     max_bytes: int = MAX_PATCH_BYTES,
 ) -> Patch:
-    """`changed` is what `changes.changes` found between the two, or a part of it."""
+    """`changed` is what `changes.find_changes` found between the two, or a part of it."""
     parts: list[bytes] = []
     left_out: list[FileChange] = []
     size, steps = 0, _ComparisonBudget(_MAX_COMPARISONS)
@@ -253,3 +257,54 @@ def _trace_back(rows: list[list[int]], index: int) -> list[tuple[int, int]]:
         if rows and not _is_insertion(rows[-1], index):
             index -= 1
     return kept[::-1]
+
+
+# Which files a patch is about.
+
+
+def list_patch_paths(text: str, *, existing_only: bool = False) -> list[str]:
+    """Every path that a patch in git's format names, in its order; with `existing_only`, those that are there
+    once it is applied."""
+    found: dict[str, bool] = {}
+    last = ""
+    old, new = 0, 0  # lines of a hunk still to come: they may well look like headers
+    for line in text.split("\n"):
+        if old > 0 or new > 0:
+            old -= line[:1] in (" ", "-", "")
+            new -= line[:1] in (" ", "+", "")
+        elif hunk := re.match(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", line):
+            old, new = (1 if count is None else int(count) for count in hunk.groups())
+        elif line.startswith("diff --git "):
+            for path in _parse_header_names(line.removeprefix("diff --git ")):
+                found.setdefault(path, True)
+        elif named := _HEADER.match(line):
+            word, path = line.split(" ")[0], _unquote(named[1])
+            if word == "+++" and path == "/dev/null":
+                found[last] = False
+            elif path != "/dev/null":
+                path = path.partition("/")[2] if word in ("---", "+++") else path
+                found[path] = not line.startswith("rename from")
+                last = path
+    return [path for path, there in found.items() if there or not existing_only]
+
+
+def _parse_header_names(names: str) -> list[str]:
+    """`a/x b/x`: the same name twice but for what is renamed, which is named again in lines of its own."""
+    if names.startswith('"'):
+        match = re.match(r'"((?:[^"\\]|\\.)*)"', names)
+        return [] if match is None else [_unquote(match[0]).partition("/")[2]]
+    half = len(names) // 2
+    ours, theirs = names[:half], names[half + 1 :]
+    return [ours.removeprefix("a/")] if ours[2:] == theirs[2:] else []
+
+
+def _unquote(name: str) -> str:
+    if not (name.startswith('"') and name.endswith('"')):
+        return name
+    data = _ESCAPE.sub(_unescape, name[1:-1].encode())
+    return data.decode(errors="surrogateescape")
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    escaped = match[1]
+    return bytes([int(escaped, 8) & 255]) if len(escaped) == 3 else _ESCAPED_LETTERS.get(escaped, escaped)

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from polar.errors import ConfigError
 
-PluginKind = Literal["dialects", "engines", "harnesses", "runtimes", "evaluators", "builders", "exporters"]
+PluginKind = Literal[
+    "dialects", "engines", "harnesses", "runtimes", "evaluators", "builders", "exporters", "bridges", "weight_sync"
+]
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from polar.node.finished_session import FinishedSession
-from polar.runtimes.podman import Podman
+from polar.runtimes.containers import Podman
 from tests.attack.blind_tasks import TASKS, build_task, prepare_uploads, run_tasks
 from tests.attack.cheats_blind import CHEATS, HONEST, NOT_COUNTED, REMAINS, Cheat, Honest, Scenario
 from tests.contract.image import PLAIN, ensure_image

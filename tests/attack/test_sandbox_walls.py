@@ -14,7 +14,7 @@ import pytest
 from polar.runtimes import seccomp
 from polar.runtimes.base import Limits, Mount, Runtime, RuntimeSpec
 from polar.runtimes.bubblewrap import Bubblewrap
-from polar.runtimes.privileges import may_mount
+from polar.runtimes.bubblewrap.privileges import may_mount
 from tests.attack import sandbox_attacks as attacks
 from tests.conditions import wait_until
 

@@ -31,7 +31,7 @@ from polar.rollout.protocol import Lease, SessionOutcome
 from polar.store import session_copy
 from polar.store.rows import ExchangeRow, SessionRow
 from polar.store.session_copy import SessionCopy
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 from tests.attack.parts import Wire, comes_true
 from tests.integration.stack import running
 from tests.unit.export.samples import Talk, said
@@ -248,7 +248,7 @@ async def copied(data: Path, session_id: str, task_id: str) -> SessionCopy:
         talk.call(messages, said(f"None {turn}."), prompt_ids=context)
         context = np.concatenate([context, np.arange(3, dtype=np.int32), np.array([7], np.int32)])
         messages += [{"role": "assistant", "content": f"None {turn}."}, {"role": "user", "content": "Again."}]
-    store = SqliteStore.open(data / f"{session_id}.db")
+    store = open_sqlite_store(data / f"{session_id}.db")
     await store.create_session(Session(session_id, session_id.encode(), 1.0, metadata={"task_id": task_id}))
     for exchange in talk.exchanges:
         await store.append(exchange)
@@ -747,6 +747,6 @@ async def test_what_is_open_to_all_says_little(tmp_path: Path) -> None:
 
 
 def test_rows_are_all_checked() -> None:
-    """A column that is new is to be looked at in store.copy_check, too."""
+    """A column that is new is to be looked at in store.session_copy, too."""
     assert len(SessionRow.__struct_fields__) == 11
     assert len(ExchangeRow.__struct_fields__) == 30

@@ -14,7 +14,7 @@ from polar.gateway.app import Gateway
 from polar.gateway.call_journal import CallJournal
 from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.session_registry import SessionRegistry
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 from tests.attack.parts import ANTHROPIC, CHAT, DIALECTS, ByteEngine, ask, bench, ends_in_error, is_error
 from tests.attack.replies import DONE, GOOD, response, stream, whole
 from tests.integration.stack import settings
@@ -97,7 +97,7 @@ async def impatient(folder: Path) -> AsyncIterator[tuple[str, str]]:
     async with ByteEngine() as engine:
         replying(engine)
         config = settings([engine.url], engine={"kind": "vllm"})
-        store = SqliteStore.open(folder / "polar.db", lock_timeout_s=0.1)
+        store = open_sqlite_store(folder / "polar.db", lock_timeout_s=0.1)
         pools = await EngineFleet.from_settings(config.engine)
         await pools.start()
         sessions = SessionRegistry(store)

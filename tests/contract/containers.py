@@ -12,8 +12,8 @@ import pytest
 
 from polar.runtimes import seccomp
 from polar.runtimes.base import Limits, Runtime, SandboxError
-from polar.runtimes.container_backend import STATE_LABEL
-from polar.runtimes.container_cli import ContainerCli
+from polar.runtimes.containers.backend import STATE_LABEL
+from polar.runtimes.containers.cli import ContainerCli
 from tests.attack import sandbox_attacks as attacks
 from tests.contract import left
 from tests.contract.image import OTHER, PLAIN, ensure_image

@@ -4,8 +4,8 @@ kernel allows. Needs the package bubblewrap."""
 import pytest
 
 from polar.runtimes.bubblewrap import Bubblewrap
+from polar.runtimes.bubblewrap.privileges import may_mount
 from polar.runtimes.cgroups import CgroupHierarchies
-from polar.runtimes.privileges import may_mount
 from tests.contract.runtimes import EVERYTHING, Promise, RuntimeContract
 
 pytestmark = pytest.mark.runtimes
@@ -16,7 +16,7 @@ _PROMISES: dict[str, Promise] = {"memory": "memory", "pids": "processes", "cpu":
 def _kept() -> frozenset[Promise]:
     if may_mount():
         return EVERYTHING
-    return EVERYTHING - {"disk"} - {_PROMISES[name] for name in CgroupHierarchies.of_this_process().missing_controllers}
+    return EVERYTHING - {"disk"} - {_PROMISES[name] for name in CgroupHierarchies.detect().missing_controllers}
 
 
 class TestBubblewrap(RuntimeContract):

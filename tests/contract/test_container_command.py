@@ -6,7 +6,7 @@ import subprocess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar.runtimes.container_command import WAIT_SCRIPT, build_script
+from polar.runtimes.containers.runtime import WAIT_SCRIPT, build_script
 
 MARK = "0123456789abcdef"
 SHOW = r"""printf '%s\0' "$PWD" "$VALUE" "$@"; cat; echo error >&2; exit 7"""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polar.runtimes.docker import Docker
+from polar.runtimes.containers import Docker
 from tests.contract.containers import ContainerContract
 
 pytestmark = pytest.mark.containers

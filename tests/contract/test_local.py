@@ -13,4 +13,4 @@ pytestmark = pytest.mark.runtimes
 
 class TestLocal(RuntimeContract):
     kind_class = Local
-    promises = frozenset() if CgroupHierarchies.of_this_process().missing_controllers else _LIMITS
+    promises = frozenset() if CgroupHierarchies.detect().missing_controllers else _LIMITS

@@ -18,7 +18,7 @@ CONTRACT = "tests/contract/test_bubblewrap.py"
 PODMAN = "tests/contract/test_podman.py"
 WALLS = "tests/attack/test_sandbox_walls.py"
 OWN_USERS = "used_up or another_user"  # what sandboxes that share a user id can't keep
-OWN = "tests/unit/runtimes/test_unprivileged.py"
+OWN = "tests/unit/runtimes/bubblewrap/test_unprivileged.py"
 EXAMPLES = "tests/harnesses/test_examples.py"
 
 
@@ -51,7 +51,7 @@ def run_suite(folder: Path, *arguments: str, options: tuple[str, ...] = (), mark
 
 @pytest.mark.runtimes
 def test_the_contract_with_delegated_cgroups(folder: Path) -> None:
-    run_suite(folder, CONTRACT, "tests/unit/runtimes/test_bubblewrap.py", OWN, options=("--groups",))
+    run_suite(folder, CONTRACT, "tests/unit/runtimes/bubblewrap/test_backend.py", OWN, options=("--groups",))
 
 
 @pytest.mark.runtimes

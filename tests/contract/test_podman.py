@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes.podman import Podman
+from polar.runtimes.containers import Podman
 from tests.contract.containers import ContainerContract
 from tests.contract.runtimes import EVERYTHING, Promise
 

@@ -29,7 +29,7 @@ import yaml
 
 from polar import config
 from polar.bridges.settings import load_settings
-from polar.matrix.settings import MatrixSettings
+from polar.matrix.matrix_run import MatrixSettings
 from polar.records.task import TaskRequest
 from polar.train.settings import TrainSettings
 from tests.docs.blocks import ROOT, Block

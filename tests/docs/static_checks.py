@@ -100,7 +100,7 @@ def _check_command(line: str) -> list[str]:
         return [
             f"there is no target {target}"
             for target in targets
-            if re.fullmatch(r"[\w-]+", target) and not _is_target(target)
+            if re.fullmatch(r"[\w-]+", target) and not is_make_target(target)
         ]
     if words[0] == "polar":
         return _check_polar(words[1:])
@@ -132,9 +132,9 @@ def _check_polar(words: list[str]) -> list[str]:
     return mistakes
 
 
-def _is_target(name: str) -> bool:
-    makefile = (ROOT / "Makefile").read_text()
-    benchmarks = re.search(r"addprefix bench-,([\w ]+)\)", makefile)
+def is_make_target(name: str) -> bool:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    benchmarks = re.search(r"addprefix bench-,([\w -]+)\)", makefile)
     assert benchmarks
     return bool(re.search(rf"^{re.escape(name)}:", makefile, re.MULTILINE)) or (
         name.removeprefix("bench-") in benchmarks[1].split()

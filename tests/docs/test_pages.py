@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.static_checks import is_make_target
 from tools.docs.check_site import find_external_resources
 from tools.docs.pages import BrokenLinkError, build_pages, rewrite_links
 
@@ -71,3 +72,15 @@ def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path) -> None:
         "https://fonts.example/y.woff",
         "https://img.example/x.png",
     ]
+
+
+def test_tests_that_pages_mention_exist() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for name in re.findall(r"\btests/[\w/]+\w(?:\.\w+)?", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{page.relative_to(ROOT)} mentions {name}"
+
+
+def test_targets_that_pages_mention_exist() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for name in re.findall(r"(?:`|; )make ([a-z][\w-]*)", page.read_text(encoding="utf-8")):
+            assert is_make_target(name) or name == "bench-NAME", f"{page.relative_to(ROOT)} mentions make {name}"

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.static_checks import is_make_target
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "SPECIFICATION.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
@@ -21,16 +23,7 @@ def test_cited_tests_exist(cited: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_cited_targets_exist(target: str) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    if target.startswith("bench-"):
-        names = re.search(r"addprefix bench-,([\w,]+(?: [\w]+)*)\)", makefile)
-        known = (ROOT / "benchmarks" / f"{target.removeprefix('bench-')}").exists() or (
-            ROOT / "benchmarks" / f"{target.removeprefix('bench-')}.py"
-        ).exists()
-        assert names
-        assert known or target.removeprefix("bench-") in names[1].split()
-    else:
-        assert re.search(rf"^(\.PHONY: .*\b|){re.escape(target)}:", makefile, re.MULTILINE), target
+    assert is_make_target(target)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())

@@ -18,10 +18,11 @@ from polar.config import Settings
 from polar.engines.http_client import EngineHttpClient
 from polar.records.exchange import Exchange
 from polar.service import Service
-from polar.train.sync import ProbeFailedError, SyncError, WeightSync
-from polar.train.weight_sync.merged_weights import get_merged_weights
-from polar.train.weight_sync.probe import Probe, choose_tolerance, make_scorer
-from polar.train.weight_sync.transports import VllmTransport
+from polar.weight_sync.base import ProbeFailedError, SyncError
+from polar.weight_sync.merged_weights import get_merged_weights
+from polar.weight_sync.probe import Probe, choose_tolerance, make_scorer
+from polar.weight_sync.updater import WeightSender
+from polar.weight_sync.vllm import VllmFileTransport
 from tests.engines.conftest import ROOT
 
 pytestmark = pytest.mark.engines
@@ -52,7 +53,7 @@ def model() -> Any:
 async def own_weights(vllm_url: str, tmp_path: Path) -> AsyncIterator[None]:
     """The weights that the server began with, afterwards: other tests use them, too."""
     yield
-    engine, sync = EngineHttpClient(vllm_url, None, 60), VllmTransport(tmp_path / "own")
+    engine, sync = EngineHttpClient(vllm_url, None, 60), VllmFileTransport(tmp_path / "own")
     await engine.request("POST", "/pause?mode=keep")
     sync.prepare(get_merged_weights(loaded()), 0)
     await sync.load(engine, 0)
@@ -62,7 +63,7 @@ async def own_weights(vllm_url: str, tmp_path: Path) -> AsyncIterator[None]:
 
 
 class Setup:
-    def __init__(self, service: Service, client: AsyncClient, sync: WeightSync) -> None:
+    def __init__(self, service: Service, client: AsyncClient, sync: WeightSender) -> None:
         self.service, self.client, self.sync = service, client, sync
 
 
@@ -77,7 +78,7 @@ async def setup(url: str, model: Any, data: Path) -> AsyncIterator[Setup]:
     )
     probe = Probe(make_scorer(model), model.config.vocab_size, choose_tolerance("float32"))
     async with Service(settings, data / "service") as service, AsyncClient(service.control_url) as client:
-        sync = WeightSync(client, VllmTransport(data / "weights"), settings.engine, probe)
+        sync = WeightSender(client, VllmFileTransport(data / "weights"), settings.engine, probe)
         try:
             yield Setup(service, client, sync)
         finally:
@@ -130,7 +131,7 @@ async def test_sessions_run_on_across_updates_and_every_token_is_of_its_version(
         for version in range(1, UPDATES + 1):
             await asyncio.sleep(4)
             await asyncio.to_thread(perturb, model, version)
-            report = await it.sync.update(get_merged_weights(model), version)
+            report = await it.sync.send(get_merged_weights(model), version)
             assert report.is_conclusive
             print(
                 f"{report.difference}, before {report.previous_difference}, stood still {report.paused_seconds:.2f} s"
@@ -163,9 +164,9 @@ async def test_an_output_layer_that_stays_behind_is_found_out(vllm_url: str, mod
         weights = get_merged_weights(model)
         del weights["lm_head.weight"]
         with pytest.raises(ProbeFailedError, match="does not have the trainer's weights"):
-            await it.sync.update(weights, 1)
+            await it.sync.send(weights, 1)
         assert (await it.client.policy())["paused"]
-        assert (await it.sync.update(get_merged_weights(model), 2)).difference.largest < 1e-3
+        assert (await it.sync.send(get_merged_weights(model), 2)).difference.largest < 1e-3
         assert not (await it.client.policy())["paused"]
 
 
@@ -175,8 +176,8 @@ async def test_weights_of_another_model_leave_generation_standing_still(
 ) -> None:
     async with setup(vllm_url, model, tmp_path) as it:
         with pytest.raises(SyncError, match="did not take the weights") as failed:
-            await it.sync.update(get_merged_weights(model) | {"model.other.weight": torch.zeros(3)}, 1)
+            await it.sync.send(get_merged_weights(model) | {"model.other.weight": torch.zeros(3)}, 1)
         assert failed.value.paused
         assert (await it.client.policy())["paused"]
         perturb(model, 1)
-        assert (await it.sync.update(get_merged_weights(model), 1)).difference.largest < 1e-3
+        assert (await it.sync.send(get_merged_weights(model), 1)).difference.largest < 1e-3

@@ -28,8 +28,9 @@ from polar.node.local import LocalRollout
 from polar.records.exchange import Exchange
 from polar.records.result import SessionResult
 from polar.records.session import Verdict
-from polar.store import open_store, postgres_connection
-from polar.store.postgres import PostgresStore
+from polar.store import open_store, postgres
+from polar.store.postgres import open_postgres_store
+from polar.store.relational import RelationalStore
 from polar.store.sql import Connection, WritingConnection
 from tests.conditions import wait_until
 from tests.fault.test_kill import start_gateway
@@ -48,11 +49,11 @@ def server() -> Iterator[Server]:
         yield running
 
 
-async def read(store: PostgresStore, session_id: str) -> list[Exchange]:
+async def read(store: RelationalStore, session_id: str) -> list[Exchange]:
     return [found async for found in store.exchanges(session_id)]
 
 
-async def check_talks(store: PostgresStore, confirmed: dict[str, int]) -> None:
+async def check_talks(store: RelationalStore, confirmed: dict[str, int]) -> None:
     """Each is there whole, to the bit, with at most one more than was confirmed: written as its writer died."""
     for session_id, count in confirmed.items():
         found = [fingerprint(it) for it in await read(store, session_id)]
@@ -65,7 +66,7 @@ async def check_talks(store: PostgresStore, confirmed: dict[str, int]) -> None:
 @pytest.mark.faults
 async def test_the_server_is_restarted_while_many_write(server: Server) -> None:
     """Callers wait; they don't hear of it."""
-    store = PostgresStore.open(server.new_database())
+    store = open_postgres_store(server.new_database())
     confirmed: defaultdict[str, int] = defaultdict(int)
     over = asyncio.Event()
 
@@ -100,7 +101,7 @@ async def test_the_server_is_restarted_while_many_write(server: Server) -> None:
 async def test_a_server_that_is_away_or_read_only_shows(server: Server) -> None:
     """In `write_failure`, until a probe of ours succeeds: nobody else writes."""
     url = server.new_database()
-    store = PostgresStore.open(url, max_outage_seconds=0.1)
+    store = open_postgres_store(url, max_outage_seconds=0.1)
     try:
         await store.create_session(session("s"))
         assert store.write_failure is None
@@ -128,7 +129,7 @@ async def test_a_server_that_is_away_or_read_only_shows(server: Server) -> None:
 
 
 async def test_a_server_that_stays_away_is_reported_and_may_come_back(server: Server) -> None:
-    store = PostgresStore.open(server.new_database(), max_outage_seconds=0.3)
+    store = open_postgres_store(server.new_database(), max_outage_seconds=0.3)
     await store.create_session(session("s"))
     turns = list(conversation("s", 6))
     await store.append(turns[0])
@@ -222,7 +223,7 @@ async def test_a_commit_whose_answer_is_lost(server: Server, tmp_path: Path, mom
     """It is done again, and what it finds written it leaves."""
     database = server.new_database()
     wire = Wire(server, tmp_path)
-    store = PostgresStore.open(wire.url(database))
+    store = open_postgres_store(wire.url(database))
     turns = list(conversation("s", 6))
     wire.cut = moment
     await store.create_session(session("s"))
@@ -250,10 +251,10 @@ async def test_a_transaction_that_the_server_still_holds_is_ended_first(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has locks on what is to be written again, and the server would keep it for long."""
-    monkeypatch.setattr(postgres_connection, "IDLE_TRANSACTION_SECONDS", 1000.0)
+    monkeypatch.setattr(postgres, "IDLE_TRANSACTION_SECONDS", 1000.0)
     database = server.new_database()
     wire = Wire(server, tmp_path)
-    store = PostgresStore.open(wire.url(database))
+    store = open_postgres_store(wire.url(database))
     await store.create_session(session("s"))
     turns = list(conversation("s", 3))
     for turn in turns:
@@ -268,7 +269,7 @@ async def test_a_transaction_that_the_server_still_holds_is_ended_first(
 async def test_work_beside_a_failure_after_a_lost_commit(server: Server, tmp_path: Path) -> None:
     """All of it is there, though the store doesn't know; then one fails, and each is tried alone."""
     wire = Wire(server, tmp_path)
-    store = PostgresStore.open(wire.url(server.new_database()))
+    store = open_postgres_store(wire.url(server.new_database()))
     runs = 0
 
     def works_once(_: WritingConnection) -> None:
@@ -300,7 +301,7 @@ async def test_work_beside_a_failure_after_a_lost_commit(server: Server, tmp_pat
 async def test_processes_of_the_server_end(server: Server, how: str) -> None:
     """Those that write and read for the store, each in the middle of something. Callers don't hear of it."""
     url = server.new_database()
-    store = PostgresStore.open(url)
+    store = open_postgres_store(url)
     turns = list(conversation("s", 400))
     written = 0
 
@@ -337,7 +338,7 @@ async def test_processes_of_the_server_end(server: Server, how: str) -> None:
 
 async def test_a_server_without_a_free_connection(server: Server) -> None:
     url = server.new_database()
-    store = PostgresStore.open(url, max_outage_seconds=0.2)
+    store = open_postgres_store(url, max_outage_seconds=0.2)
     await store.create_session(session("s"))
     others: list[psycopg.Connection] = []
     try:
@@ -366,7 +367,7 @@ def has_room(url: str) -> bool:
 async def test_a_session_that_moves_to_and_fro(server: Server) -> None:
     """The first writer does not know of the second one's exchange: it is told so, and goes on behind it."""
     url = server.new_database()
-    first, second = PostgresStore.open(url), PostgresStore.open(url)
+    first, second = open_postgres_store(url), open_postgres_store(url)
     turns = list(conversation("s", 4))
     await first.create_session(session("s"))
     await first.append(turns[0])
@@ -392,7 +393,7 @@ def deadlocks(url: str) -> int:
 async def test_stores_that_write_the_same_pieces_wait_in_no_circle(server: Server) -> None:
     url = server.new_database()
     before = deadlocks(url)
-    stores = [PostgresStore.open(url) for _ in range(3)]
+    stores = [open_postgres_store(url) for _ in range(3)]
     for number, store in enumerate(stores):
         await store.create_session(session(f"s{number}"))
     for seq in range(15):
@@ -407,7 +408,7 @@ async def test_stores_that_write_the_same_pieces_wait_in_no_circle(server: Serve
 async def test_a_deadlock_is_tried_again(server: Server) -> None:
     """Somebody who takes the same rows in another order."""
     url = server.new_database()
-    store = PostgresStore.open(url)
+    store = open_postgres_store(url)
     await store.set_policy_versions({"a": 1, "b": 1})
     async with await psycopg.AsyncConnection.connect(url) as other:
         await other.execute("UPDATE policies SET version = 5 WHERE replica = 'b'")
@@ -447,7 +448,7 @@ async def test_processes_that_are_killed_leave_what_they_confirmed(server: Serve
     for round_ in range(3):
         await asyncio.gather(live_and_die(f"{round_}a"), live_and_die(f"{round_}b"))
     assert len(confirmed) >= 6
-    store = PostgresStore.open(url)
+    store = open_postgres_store(url)
     await check_talks(store, confirmed)
     await store.close()
 
@@ -457,11 +458,11 @@ async def test_a_process_that_is_frozen_holds_nobody_up(
 ) -> None:
     """It stands still before its COMMIT, with pieces that another wants to write too."""
     url = server.new_database()
-    store = PostgresStore.open(url)
+    store = open_postgres_store(url)
     await store.create_session(session("s"))
     wire = Wire(server, tmp_path)
-    monkeypatch.setattr(postgres_connection, "IDLE_TRANSACTION_SECONDS", 1.0)
-    frozen = PostgresStore.open(wire.url(url))
+    monkeypatch.setattr(postgres, "IDLE_TRANSACTION_SECONDS", 1.0)
+    frozen = open_postgres_store(wire.url(url))
     await frozen.create_session(session("t"))
     turns = [exchange(name, 0, [b"1"]) for name in ("s", "t")]
     wire.cut = "freeze"

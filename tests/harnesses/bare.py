@@ -14,9 +14,8 @@ import pytest
 from polar.config import Settings
 from polar.data_plane import DataPlane
 from polar.harnesses import build_environment, load_harness
-from polar.harnesses.base import HarnessSetup, SetupRequest
+from polar.harnesses.base import HarnessSetup, SetupRequest, write_setup
 from polar.harnesses.cache import find_installation
-from polar.harnesses.files import write_setup
 from polar.records.task import McpServer
 from polar.trajectory import session as sessions
 from tests.harnesses.run import ROOT, Run, Turn, three_turns, workspace

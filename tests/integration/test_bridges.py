@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from polar.bridges.bridge import Bridge
-from polar.bridges.engines import TrainerEngines, WeightMismatchError
+from polar.bridges.bridge import BlockingBridge
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import load_settings
 from polar.client.async_client import AsyncClient, ClientError
@@ -18,7 +17,9 @@ from polar.engines.scripted.sampler import route_experts
 from polar.errors import ConfigError
 from polar.records import wire
 from polar.service import Service
-from polar.train.weight_sync.probe import make_scorer
+from polar.weight_sync.base import WeightMismatchError
+from polar.weight_sync.probe import make_scorer
+from polar.weight_sync.updater import WeightUpdater
 from tests.bridging import TOKEN, served, serving, write_tasks
 from tests.integration.stack import settings as service_settings
 
@@ -94,7 +95,7 @@ async def test_engines_of_the_trainer(tmp_path: Path) -> None:
                 )
             ) as rollouts,
         ):
-            engines = TrainerEngines(rollouts.client)
+            engines = WeightUpdater(rollouts.client)
             await engines.attach([second.url], 3)
             known = (await rollouts.client.engines())["replicas"]
             assert [(replica["url"], replica["version"]) for replica in known] == [(second.url, 3)]
@@ -105,7 +106,7 @@ async def test_engines_of_the_trainer(tmp_path: Path) -> None:
                 await asyncio.sleep(0.3)
                 assert not waiting.done()
             assert versions(await waiting) == {4}
-            await engines.begin_update()  # and the trainer dies
+            await engines.freeze()  # and the trainer dies
             await engines.attach([second.url], 4)
             assert not (await rollouts.client.policy())["paused"]
 
@@ -117,7 +118,7 @@ def versions(group: SessionGroup) -> set[int]:
 
 async def test_engines_with_other_weights_are_found(tmp_path: Path) -> None:
     async with serving(tmp_path) as it, AsyncClient(it.url, TOKEN) as client:
-        engines = TrainerEngines(client)
+        engines = WeightUpdater(client)
         model = AutoModelForCausalLM.from_pretrained(it.model, dtype="float32")
         same = EngineSettings(kind="embedded", model=str(it.model))
         found = await engines.probe(make_scorer(model), 32, same, "float32")
@@ -136,7 +137,7 @@ async def test_a_service_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_without_a_loop(tmp_path: Path) -> None:
-    with served(tmp_path) as it, Bridge(it.settings(samples=2)) as bridge:
+    with served(tmp_path) as it, BlockingBridge(it.settings(samples=2)) as bridge:
         (group,) = bridge.run_groups(["plain-1"], "a")
         assert len(group.items) == 2
 

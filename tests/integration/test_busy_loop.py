@@ -15,8 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from polar.node.keep_alive import KeepAlive
-from polar.node.remote_server import RemoteServer
+from polar.node.remote_server import KeepAlive, RemoteServer
 from polar.rollout.protocol import Heartbeat, LeaseId
 from tests.integration.stack import Stack, running
 
@@ -159,7 +158,7 @@ async def test_a_node_shows_that_it_lives_while_its_loop_is_busy() -> None:
 
 @pytest.mark.asyncio
 async def test_a_node_whose_loop_hangs_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polar.node.keep_alive.HANG_SECONDS", 0.0)
+    monkeypatch.setattr("polar.node.remote_server.HANG_SECONDS", 0.0)
     with Server() as server, KeepAlive(lambda: RemoteServer(server.url, None)) as keep_alive:
         keep_alive.record("n1", Heartbeat([]), 0.01)
         await asyncio.sleep(0.3)

@@ -15,15 +15,16 @@ from polar.engines.embedded.server import EmbeddedServer
 from polar.service import Service
 from polar.train import groups
 from polar.train.checkpoint import JournalEntry
-from polar.train.engine_weights import EngineWeightPublisher
-from polar.train.forest import pack_forest
 from polar.train.learner import Learner
 from polar.train.metrics import StepMetrics
+from polar.train.packing import pack_forest
 from polar.train.rollouts import TaskOrder
 from polar.train.run import read_tasks, train_with_client
-from polar.train.settings import SyncSettings, TrainSettings
-from polar.train.trainer import NullObserver, WeightUpdateResult
-from polar.train.weight_sync.staging import remove_staged_weights
+from polar.train.settings import TrainSettings
+from polar.train.trainer import NullObserver
+from polar.weight_sync.files import remove_staged_weights
+from polar.weight_sync.publisher import ModelWeightPublisher
+from polar.weight_sync.updater import SyncReport
 from tests.conditions import wait_until
 from tests.integration.stack import settings as service_settings
 from tests.integration.training import mark_of, write_tasks
@@ -32,7 +33,7 @@ from tests.unit.train import tiny
 STEPS, GROUP_SIZE = 6, 4
 
 
-class Remembering(EngineWeightPublisher):
+class Remembering(ModelWeightPublisher):
     """Keeps the weights of every version, to ask them later what they would have said. The last turns of each group
     are sampled after as many updates as there were groups before it, and its first turn before the last of these."""
 
@@ -40,7 +41,7 @@ class Remembering(EngineWeightPublisher):
     order: TaskOrder
     marks: Path
 
-    async def publish(self, version: int) -> WeightUpdateResult:
+    async def publish(self, version: int) -> SyncReport:
         self.remember(version)
         if version < STEPS:
             mark = mark_of(self.marks, *self.order.get_epoch_and_task(version))
@@ -53,7 +54,7 @@ class Remembering(EngineWeightPublisher):
         mark_of(self.marks, *self.order.get_epoch_and_task(group)).touch()
 
     def remember(self, version: int) -> None:
-        self.kept[version] = {name: tensor.clone() for name, tensor in self._learner.model.state_dict().items()}
+        self.kept[version] = {name: tensor.clone() for name, tensor in self._model.model.state_dict().items()}
 
 
 def training_settings(folder: Path, **changes: Any) -> TrainSettings:
@@ -89,7 +90,7 @@ async def test_updates_in_the_middle_of_sessions(tmp_path: Path) -> None:
             AsyncClient(service.control_url) as client,
         ):
             learner = Learner(folder, wanted)
-            weights = Remembering(client, settings.engine, SyncSettings(), learner, wanted.output_folder)
+            weights = Remembering(client, settings.engine, learner, wanted.output_folder)
             tasks = read_tasks(wanted)
             weights.kept, weights.marks = {}, marks
             weights.order = TaskOrder([task.task_id for task in tasks.train], wanted.seed)

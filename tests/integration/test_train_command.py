@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from polar.train.metrics import StepMetrics
-from polar.train.weight_sync.staging import choose_staging_folder
+from polar.weight_sync.files import choose_staging_folder
 from tests.fault.train.processes import Training
 from tests.integration.training import write_tasks
 from tests.unit.train import tiny

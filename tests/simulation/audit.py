@@ -7,8 +7,8 @@ import msgspec
 from msgspec import Struct
 
 from polar.records.session import PLATFORM_REASONS
-from polar.rollout.killer_detection import SUSPECT_KILLS
 from polar.rollout.protocol import INTERRUPTED, FinishStatus, SessionOutcome
+from polar.rollout.queue.selection import SUSPECT_KILLS
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -11,42 +11,42 @@ from polar.errors import StoreError
 from polar.node.worker import Worker
 from polar.rollout.lease_manager import LeaseManager
 from polar.rollout.protocol import FinishStatus, HeartbeatResponse, Lease, LeaseId, ServerUnreachable, SessionOutcome
-from polar.rollout.queue import Queue
+from polar.rollout.queue import Queue, QueueDatabase
 
 
 class _WithoutFence(Queue):
     """Whoever has something to say of some work is heard."""
 
-    def __init__(self, database: Any, epoch: int) -> None:
-        super().__init__(database, epoch)
-        self.q = replace(self.q, finish=_less(self.q.finish, "AND fence = :fence"))
+    def __init__(self, database: QueueDatabase) -> None:
+        super().__init__(database)
+        self._sql = replace(self._sql, finish=_less(self._sql.finish, "AND fence = :fence"))
 
 
 class _EndsTwice(Queue):
     """Told again, an end is one more end."""
 
-    def __init__(self, database: Any, epoch: int) -> None:
-        super().__init__(database, epoch)
-        self.q = replace(self.q, finish=_less(self.q.finish, "AND state = :state"))
+    def __init__(self, database: QueueDatabase) -> None:
+        super().__init__(database)
+        self._sql = replace(self._sql, finish=_less(self._sql.finish, "AND state = :state"))
 
 
 class _NotAgain(Queue):
     """What a node was given comes once, and was lost if its answer was."""
 
     async def lease(self, node: str, holding: Any, *arguments: Any) -> Any:
-        has = await self.db.query(lambda db: self._leases_with_kills(db, node))
+        has = await self._database.query(lambda db: self._leases_with_kills(db, node))
         return await super().lease(node, {*holding, *has}, *arguments)
 
 
-class _Unguarded(Queue):
+class _Unguarded(QueueDatabase):
     """A server that was replaced writes on."""
 
-    def __init__(self, database: Any, epoch: int) -> None:
-        super().__init__(database, epoch)
-        self.q = replace(self.q, lock_counter=f"SELECT {epoch} WHERE :name = 'epoch'")
+    def __init__(self, store: Any, epoch: int) -> None:
+        super().__init__(store, epoch)
+        self.sql = replace(self.sql, lock_counter=f"SELECT {epoch} WHERE :name = 'epoch'")
 
 
-class _NeverInDoubt(Queue):
+class _NeverInDoubt(QueueDatabase):
     """Whatever the database says of a commit is taken for the truth."""
 
     @property
@@ -113,10 +113,9 @@ QUEUES = {
     "no fence": _WithoutFence,
     "ends twice": _EndsTwice,
     "lost answers stay lost": _NotAgain,
-    "no epochs": _Unguarded,
-    "never in doubt": _NeverInDoubt,
     "endless tries": _Endless,
 }
+DATABASES = {"no epochs": _Unguarded, "never in doubt": _NeverInDoubt}
 LEASINGS = {"no quotas": _Generous, "silence is life": _Forgetful, "forgets a lease": _Drops}
 WORKERS = {"tells once": _LosesEnds, "hears no orders": _Deaf}
 
@@ -140,7 +139,8 @@ MUTANTS = {
 @contextmanager
 def broken(name: str) -> Iterator[type[Worker]]:
     """Meanwhile servers are broken like this; and the worker to use."""
+    database: Any = DATABASES.get(name, QueueDatabase)
     queue: Any = QUEUES.get(name, Queue)
     leasing: Any = LEASINGS.get(name, LeaseManager)
-    with mock.patch.multiple(polar.rollout.service, Queue=queue, LeaseManager=leasing):
+    with mock.patch.multiple(polar.rollout.service, QueueDatabase=database, Queue=queue, LeaseManager=leasing):
         yield WORKERS.get(name, Worker)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from polar.rollout.records import Counts, Totals
+from polar.rollout.queue.records import Counts, Totals
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

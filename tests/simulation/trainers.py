@@ -10,7 +10,7 @@ import msgspec
 
 from polar.rollout.engine_controller import EngineController, NotAppliedYet
 from polar.rollout.protocol import ServerUnreachable
-from polar.rollout.records import TaskRow, WorkRow
+from polar.rollout.queue.records import TaskRow, WorkRow
 from polar.rollout.runs import Quotas
 from polar.rollout.service import RefusedTask
 from tests.simulation.loop import Process

@@ -12,7 +12,7 @@ from unittest import mock
 
 from msgspec import Struct
 
-import polar.rollout.queue
+import polar.rollout.queue.queue
 from polar.node.worker import Worker
 from polar.rollout.runs import Quotas
 from polar.rollout.service import RolloutService
@@ -131,7 +131,7 @@ class World:
     def took_over(self, server: ServerProcess) -> None:
         self.note(server.name, "listens")
         old = self.address
-        if old is None or old.process.dead or server.rollout._queue.epoch > old.rollout._queue.epoch:
+        if old is None or old.process.dead or server.rollout._database.epoch > old.rollout._database.epoch:
             self.address = server
 
     def ended(self, server: ServerProcess) -> None:
@@ -215,7 +215,7 @@ class World:
         level = root.level
         root.setLevel(logging.DEBUG if self._say is not None else logging.ERROR)
         try:
-            with mock.patch.object(polar.rollout.queue, "time", self.clock):
+            with mock.patch.object(polar.rollout.queue.queue, "time", self.clock):
                 yield
         finally:
             root.removeHandler(handler)

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.areal import PolarWorkflow, follow
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge
 from polar.export.areal import ArealExporter, to_tensors
 
 
@@ -157,7 +157,7 @@ def load(engine: Local, asked: dict[str, Any], version: int) -> None:
 
 def splitting(asked: dict[str, Any]) -> dict[str, float]:
     """How far gradients are apart, relative to their size, when each call of some sessions is a row of its own."""
-    with Bridge(asked["settings"]) as bridge:
+    with BlockingBridge(asked["settings"]) as bridge:
         groups = bridge.run_groups(["plain-0", "plain-1"], "splitting")
     gradients = []
     for change in (lambda item: item, split):  # of every other session

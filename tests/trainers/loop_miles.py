@@ -35,8 +35,8 @@ from splitting import split
 from transformers import AutoModelForCausalLM
 
 from polar.bridges import slime
-from polar.bridges.bridge import Bridge
-from polar.bridges.slime_samples import build_samples, pad_to_ranks
+from polar.bridges.bridge import BlockingBridge
+from polar.bridges.slime import build_samples, pad_to_ranks
 
 KEYS = [
     "tokens",
@@ -195,7 +195,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
 def splitting(asked: dict[str, Any]) -> dict[str, float]:
     """How far gradients are apart, relative to their size, when each call of the sessions is a sample of its own."""
     found = {}
-    with Bridge(asked["polar"]) as bridge:
+    with BlockingBridge(asked["polar"]) as bridge:
         groups = bridge.run_groups(["plain-0", "plain-1"], "splitting")
     for name in ("mean over samples", "mean over tokens", "mean over samples, by Miles alone"):
         args = flags(asked)

@@ -32,7 +32,7 @@ from splitting import split
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoModelForCausalLM
 
-from polar.bridges.openrlhf_trainer import make_polar_trainer
+from polar.bridges.openrlhf.trainer import make_polar_trainer
 from polar.bridges.rollouts import RolloutClient
 
 AGENT = """

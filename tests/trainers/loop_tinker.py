@@ -18,7 +18,7 @@ from splitting import split
 from tinker import Datum
 from transformers import AutoModelForCausalLM
 
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge
 from polar.bridges.tinker import Tinker, build_batch
 
 
@@ -76,7 +76,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
 
 def splitting(asked: dict[str, Any]) -> dict[str, float]:
     """How far gradients are apart, relative to their size, when each call of some sessions is a datum of its own."""
-    with Bridge(asked["settings"]) as bridge:
+    with BlockingBridge(asked["settings"]) as bridge:
         groups = bridge.run_groups(["plain-0", "plain-1"], "splitting")
     for group in groups:  # so that there is something to learn
         for place, item in enumerate(group.items):

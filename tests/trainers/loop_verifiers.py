@@ -114,7 +114,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, Any]:
     """A session's gradient as one trace, and in as many as it has calls."""
     from verifiers.v1.graph import MessageNode
 
-    from polar.bridges.bridge import Bridge
+    from polar.bridges.bridge import BlockingBridge
     from polar.bridges.verifiers import build_nodes
     from polar.records.result import TraceResult
 
@@ -135,7 +135,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, Any]:
         loss(model, rows)[0].backward()
         return torch.cat([weight.grad.flatten() for weight in model.parameters()]), len(rows)
 
-    with Bridge(asked["settings"]) as bridge:
+    with BlockingBridge(asked["settings"]) as bridge:
         (group,) = bridge.run_groups(asked["tasks"][:1], "splitting")
     whole, rows = gradient(group.items, group.results)
     parts, more = gradient([split(group.items[0]), *group.items[1:]], group.results)

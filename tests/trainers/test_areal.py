@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges.bridge import Bridge
-from polar.bridges.sampling import build_sampling_overrides
+from polar.bridges.bridge import BlockingBridge
+from polar.bridges.rollouts import build_sampling_overrides
 from tests.bridging import Served, served
 from tests.trainers.running import found_by
 
@@ -33,7 +33,7 @@ def test_two_steps_of_its_executor(tmp_path: Path) -> None:
     weights move wherever somebody had an advantage."""
     with served(tmp_path) as it:
         found = found_by("loop_areal.py", "train", asked(it, tmp_path), tmp_path)
-        with Bridge(it.settings(name="areal")) as bridge:
+        with BlockingBridge(it.settings(name="areal")) as bridge:
             over = build_sampling_overrides(temperature=1.0, top_p=1.0, top_k=-1)  # AReaL's, where nobody says anything
             asked_again = partial(bridge.rollouts.run_group, sampling=over)
             recorded = [[bridge.run(asked_again(task, f"v{version}")) for task in TASKS] for version in range(2)]

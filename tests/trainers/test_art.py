@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge
 from tests.bridging import Served, served
 from tests.trainers.running import found_by
 
@@ -25,7 +25,7 @@ def test_a_step_of_its_backend(tmp_path: Path) -> None:
     and weights move."""
     with served(tmp_path) as it:
         found = found_by("loop_art.py", "train", asked(it, tmp_path), tmp_path)
-        with Bridge(it.settings(name="art")) as bridge:
+        with BlockingBridge(it.settings(name="art")) as bridge:
             groups = bridge.run_groups(TASKS, "step-3")
     assert found["moved"] > 0
     assert found["versions"] == [3]

@@ -7,7 +7,7 @@ import pytest
 
 from polar.audit.audit import audit
 from polar.audit.formats import read
-from polar.audit.raw_row import RawRow
+from polar.audit.rows import RawRow
 from tests.trainers.running import found_by
 from tests.unit.audit.rollouts import Policy, fields, small, teacher
 

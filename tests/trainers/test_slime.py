@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge
 from polar.client.async_client import AsyncClient
 from tests.bridging import TOKEN, Served, served
 from tests.trainers.running import found_by
@@ -41,7 +41,7 @@ def test_two_rollouts_of_its_manager(tmp_path: Path) -> None:
     while they were loaded, and later groups were on their way."""
     with served(tmp_path) as it:
         found = found_by("loop_miles.py", "train", asked(it, tmp_path), tmp_path)
-        with Bridge(it.settings(name="miles", max_lag=1)) as bridge:
+        with BlockingBridge(it.settings(name="miles", max_lag=1)) as bridge:
             recorded = [_counted(recorded_rows(bridge, index)) for index in range(6)]
         policy = asyncio.run(policy_of(it))
     # Of the six groups that were sent those train that ended first: four, and each of them whole and once.
@@ -61,7 +61,7 @@ def _counted(rows: list[dict[str, Any]]) -> Counter[str]:
     return Counter(map(json.dumps, rows))
 
 
-def recorded_rows(bridge: Bridge, index: int) -> list[dict[str, Any]]:
+def recorded_rows(bridge: BlockingBridge, index: int) -> list[dict[str, Any]]:
     """Of the group that Miles counted so; it is there already, and nothing runs."""
     task = TASKS[index % len(TASKS)]
     group = bridge.run(bridge.rollouts.run_group(task, str(index), samples=4, sampling=everything()))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge
 from tests.bridging import Served, served
 from tests.trainers.running import found_by
 
@@ -24,7 +24,7 @@ def test_two_steps(tmp_path: Path) -> None:
     """Datums say what was recorded, each token once; a session's advantages add up to its own over the batch's size."""
     with served(tmp_path) as it:
         found = found_by("loop_tinker.py", "train", asked(it, tmp_path), tmp_path)
-        with Bridge(it.settings(name="tinker")) as bridge:
+        with BlockingBridge(it.settings(name="tinker")) as bridge:
             recorded = [bridge.run_groups(TASKS, f"step-{step}") for step in range(2)]
     someone = False
     for step, (told, groups) in enumerate(zip(found["steps"], recorded, strict=True)):

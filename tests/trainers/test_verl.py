@@ -17,8 +17,8 @@ import yaml
 from safetensors.torch import load_file
 
 from polar.bridges.verl import build_rows
+from polar.client.submission import load_tasks
 from polar.client.sync_client import Client
-from polar.client.task_input import load_tasks
 from tests.bridging import TOKEN, Served, served
 
 pytestmark = pytest.mark.trainers
@@ -192,7 +192,7 @@ def test_a_split_session_has_the_same_gradient(tmp_path: Path) -> None:
 NAMED = """
 import json, verl, numpy
 from types import SimpleNamespace as Space
-from polar.bridges.verl_trainer import NamingAgentLoopManager
+from polar.bridges.verl.trainer import NamingAgentLoopManager
 from verl.utils import tensordict_utils as tu
 
 given = []

@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge
 from polar.bridges.rollouts import SessionGroup
 from polar.bridges.trl import RolloutFunc, async_grpo_trainer, grpo_trainer, recorded_reward
 from polar.config import SamplingOverrides
@@ -150,7 +150,7 @@ def grpo(given: Given) -> None:
     trainer.train()
     assert any(not torch.equal(before[name], after) for name, after in weights(trainer.model).items())
     assert len(losses) == 4  # two small batches a step
-    with Bridge(given["settings"]) as bridge:
+    with BlockingBridge(given["settings"]) as bridge:
         for step, named in enumerate((tasks[:2], tasks[2:])):
             groups = [
                 bridge.run(bridge.rollouts.run_group(task, f"train-{step}.1.{place}", samples=GROUP, sampling=AT_ONE))
@@ -228,8 +228,8 @@ def split(given: Given) -> None:
     for cut in (False, True):
         args = one_step(given, gradient_accumulation_steps=2, per_device_train_batch_size=GROUP)
         trainer = trainer_of(given, ["plain-2", "plain-3"], args, by_name)
-        rollouts = trainer.rollout_func.bridge.rollouts
-        ask = rollouts.group
+        rollouts = trainer.rollout_func.rollouts
+        ask = rollouts.run_group
         counts: list[int] = []
 
         async def group(
@@ -240,7 +240,7 @@ def split(given: Given) -> None:
             counts.extend(len(item.trajectory.traces) for item in found.items)
             return found
 
-        rollouts.group = group
+        rollouts.run_group = group
         moved.append(trained(trainer))
         assert set(counts) == ({1, 2} if cut else {1}), counts
     whole, parts = moved
@@ -374,7 +374,7 @@ def asynchronous(given: Given) -> None:
     trainer.train()
     assert any(not torch.equal(before[name], after) for name, after in weights(trainer.model).items())
     assert len(taken) >= 18
-    with Bridge(given["settings"]) as bridge:
+    with BlockingBridge(given["settings"]) as bridge:
         newest = {replica["version"] for replica in bridge.run(bridge.rollouts.client.policy())["replicas"]}
         assert newest == {3}, newest
         groups = {

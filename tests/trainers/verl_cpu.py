@@ -186,7 +186,7 @@ def install() -> None:
     from verl.workers import engine_workers
     from verl.workers.rollout import base, replica
 
-    import polar.bridges.verl_trainer  # noqa: F401  # which needs the platform, and gives the modes
+    import polar.bridges.verl.trainer  # noqa: F401  # which needs the platform, and gives the modes
 
     # The trl beside it is newer than verl's, which only wants to know whether a value head is one of trl's.
     monkey_patch.is_trl_available = lambda: False

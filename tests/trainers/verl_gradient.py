@@ -21,8 +21,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from polar.bridges.export_item import to_export_item
-from polar.bridges.shared_groups import get_shared_groups
-from polar.bridges.verl import AgentLoop, build_outputs
+from polar.bridges.rollouts import get_shared_groups
+from polar.bridges.verl.agent_loop import AgentLoop, build_outputs
 from polar.client.async_client import AsyncClient
 from polar.export.verl import to_data_proto, trajectory_keys
 

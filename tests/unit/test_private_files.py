@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polar.private_files import make_private_folder
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 
 
 def permissions(path: Path) -> int:
@@ -36,7 +36,7 @@ def test_a_data_folder_is_made_for_its_user_and_an_open_one_is_told_of(
 async def test_a_database_and_the_files_beside_it_are_for_its_user(tmp_path: Path) -> None:
     mask = os.umask(0)
     try:
-        store = SqliteStore.open(tmp_path / "polar.db")
+        store = open_sqlite_store(tmp_path / "polar.db")
         beside = sqlite3.connect(tmp_path / "polar.db")
         beside.execute("CREATE TABLE written (x)")
         found = {path.name: permissions(path) for path in tmp_path.iterdir()}  # noqa: ASYNC240

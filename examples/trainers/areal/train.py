@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from polar.bridges.areal import follow
 from polar.bridges.settings import load_settings
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 
 POLAR = str(Path(__file__).with_name("polar.toml"))
 

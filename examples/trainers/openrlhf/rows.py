@@ -8,7 +8,7 @@ Tasks are files or folders, as `polar run` reads them.
 import json
 import sys
 
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ set -e
 # A row for each task; slime asks for nothing else of it.
 python3 - "$POLAR"/examples/tasks > tasks.jsonl <<'PY'
 import json, sys
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 for task in load_tasks(sys.argv[1], run="default"):
     print(json.dumps({"task_id": task.task_id}))
 PY

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polar.bridges.verl import build_rows
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ set -eu
 here=$(dirname "$0")
 : "${MODEL:=Qwen/Qwen3-4B-Instruct-2507}"
 python "$here/rows.py" examples/tasks -o tasks.parquet
-export VERL_USE_EXTERNAL_MODULES=polar.bridges.verl_trainer
+export VERL_USE_EXTERNAL_MODULES=polar.bridges.verl.trainer
 exec python -m verl.trainer.main_ppo \
     trainer.v1.trainer_mode=polar_sync \
     actor_rollout_ref.rollout.agent.agent_loop_config_path="$here/polar.yaml" \

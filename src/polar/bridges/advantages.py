@@ -12,7 +12,7 @@ def compute_session_advantages(
     rewards: Sequence[float], *, scale: bool = True, epsilon: float = 1e-6, ddof: int = 1
 ) -> list[float]:
     """One for each session: its reward less the group's mean; with `scale`, in units of the group's standard deviation
-    (over n - `ddof`). Where all earned the same, nobody has an advantage."""
+    (over n - `ddof`). Where all earned the same, advantages are 0."""
     values = np.asarray(rewards, np.float64)
     if len(values) < 2 or np.ptp(values) < _EQUAL_REWARD_TOLERANCE:
         return [0.0] * len(values)

@@ -15,9 +15,9 @@ changes nothing within an update; `weight` is not applied. (`ppo_n_minibatches` 
 one, which rows go together depends on how many there are.) `rewards` are advantages over the sessions of a group; AReaL
 would take them over rows, so `follow` refuses `reward_norm`, `adv_norm` by group, and whatever else goes by rows.
 
-Versions are AReaL's own, and each token has its own in `versions`. AReaL pauses its rollouts, updates weights, says
+Versions are AReaL's own, and each token has its own in `versions`. AReaL pauses its rollouts, updates weights, sets
 their version, saves, evaluates and only then resumes: `follow` has Polar's generation stand still until the version is
-said, so that an evaluation runs with the new weights. Sessions that train and run already go on with them too. A group
+set, so that an evaluation runs with the new weights. Sessions that train and run already go on with them too. A group
 without a session to train on is rejected (None), as AReaL has it. So is an episode that fails: where recorded
 log-probabilities are not of `gconfig`'s temperature, AReaL logs that for each of them, and gets none.
 
@@ -32,12 +32,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from polar.bridges.advantages import compute_session_advantages
-from polar.bridges.bridge import Bridge
-from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import GroupKeys
-from polar.bridges.sampling import build_sampling_overrides
+from polar.bridges.bridge import BlockingBridge, TrainerBridge
+from polar.bridges.rollouts import GroupKeys, build_sampling_overrides, check_temperature, get_shared_groups
 from polar.bridges.settings import SettingsSource, load_settings
-from polar.bridges.shared_groups import get_shared_groups
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.areal import ArealExporter, to_tensors
@@ -81,9 +78,9 @@ class PolarWorkflow:
         group = await rollouts.run_group(task, key, samples=self._samples, sampling=self._sampling)
         if self._temperature is not None and not evaluates:
             check_temperature(group.items, self._temperature)
-        told = stats_tracker.get(workflow_context.stat_scope())
+        scope = stats_tracker.get(workflow_context.stat_scope())
         for reward in group.rewards:
-            told.scalar(reward=reward)
+            scope.scalar(reward=reward)
         if not group.items:
             return None
         credits = compute_session_advantages(group.rewards) if self._normalize and not evaluates else group.rewards
@@ -95,13 +92,13 @@ class PolarWorkflow:
         return dict(concat_padded_tensors(rows))
 
     def _group_key(self, engine: Any, task: str, *, evaluates: bool) -> str:
-        """A task is asked for once at each version; where data is so short that it comes again, again. What two ranks
+        """A task is run once at each version, and again where data is so short that it comes again. What two ranks
         ask for are two groups."""
         key = f"{'eval-' if evaluates else ''}v{engine.get_version()}{_rank_suffix(engine)}"
         return _keys_by_engine.setdefault(engine, GroupKeys()).next_key(key, f"{self._settings.name}/{task}")
 
 
-def follow(trainer: Any, source: SettingsSource = None) -> Bridge:
+def follow(trainer: Any, source: SettingsSource = None) -> "ArealBridge":
     """From now on the trainer's engines are Polar's, and stand still while they get new weights. Raises ConfigError for
     a configuration that goes by rows where it should go by sessions, or computes at another temperature."""
     config = trainer.config
@@ -117,16 +114,16 @@ def follow(trainer: Any, source: SettingsSource = None) -> Bridge:
         raise ConfigError("A critic values rows, and a session may have several: train without one.")
     if config.actor.temperature != config.gconfig.temperature:
         raise ConfigError("actor.temperature must be gconfig.temperature: the one trains what the other samples.")
-    bridge = Bridge(source)
-    _GenerationGate(bridge, trainer.rollout).install_hooks(trainer)
+    bridge = ArealBridge(BlockingBridge(source), trainer.rollout)
+    bridge.install_hooks(trainer)
     return bridge
 
 
-class _GenerationGate:
+class ArealBridge(TrainerBridge):
     """Polar's generation, as AReaL's engines are: it stands still while they get weights, or sleep."""
 
-    def __init__(self, bridge: Bridge, engine: Any) -> None:
-        self._bridge = bridge
+    def __init__(self, bridge: BlockingBridge, engine: Any) -> None:
+        super().__init__(bridge)
         self._engine = engine
         self._shut = False
         self._asleep = False
@@ -150,7 +147,7 @@ class _GenerationGate:
             )
 
     def _attach(self) -> None:
-        self._bridge.run(self._bridge.engines.attach(_list_engine_urls(self._engine), self._engine.get_version()))
+        self.bridge.run(self.engines.attach(_list_engine_urls(self._engine), self._engine.get_version()))
 
     def _open_unless_asleep(self) -> None:
         if not self._asleep:  # else AReaL wakes them, and resumes then
@@ -159,7 +156,7 @@ class _GenerationGate:
 
     def _on_pause(self, pause: Callable[[], Any]) -> Any:
         done = pause()  # no further episodes
-        self._bridge.run(self._bridge.engines.begin_update("drain"))
+        self.bridge.run(self.engines.freeze("drain"))
         self._shut = True
         return done
 

@@ -5,7 +5,7 @@
     async with Art("polar.toml") as polar:
         for step in range(await model.get_step(), 100):
             await polar.attach(model)                       # its engine is Polar's, with the weights of this step
-            groups = await polar.groups(tasks, step)        # names of tasks
+            groups = await polar.run_groups(tasks, step)        # names of tasks
             await backend.train(model, groups, learning_rate=1e-5)
 
 Who divides: ART. Advantages are over the trajectories of a group, which are sessions; a session's traces are histories
@@ -29,25 +29,16 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from polar.bridges.engines import TrainerEngines
-from polar.bridges.rollouts import RolloutClient, SessionGroup
-from polar.bridges.settings import SettingsSource, load_settings
-from polar.closeable import AsyncCloseable
+from polar.bridges.bridge import AsyncBridge
+from polar.bridges.rollouts import SessionGroup
 from polar.errors import ConfigError
 from polar.export.art import FLAG_SAMPLED
 from polar.export.art import ArtExporter as Exporter
 from polar.export.base import policy_version_runs
 
 
-class Art(AsyncCloseable):
+class Art(AsyncBridge):
     """Use as an async context manager, or close it."""
-
-    def __init__(self, source: SettingsSource = None) -> None:
-        self.rollouts = RolloutClient(load_settings(source))
-        self.engines = TrainerEngines(self.rollouts.client)
-
-    async def close(self) -> None:
-        await self.rollouts.close()
 
     async def run_groups(self, tasks: Iterable[str], step: int, *, samples: int | None = None) -> list[Any]:
         """`TrajectoryGroup`s of these tasks at this step; asked again, the same sessions. Raises ConfigError,
@@ -64,7 +55,7 @@ class Art(AsyncCloseable):
 
 
 def to_trajectory_group(group: SessionGroup) -> Any:
-    """A `TrajectoryGroup`. What was left out of the group is told in its metadata."""
+    """A `TrajectoryGroup`. What was left out of the group is counted in its metadata."""
     from art import Trajectory, TrajectoryGroup
 
     history = _make_history_class()

@@ -35,12 +35,12 @@ another `name`.
 """
 
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from polar.bridges.engines import TrainerEngines
-from polar.bridges.rollouts import RolloutClient, SessionGroup
+from polar.bridges.bridge import AsyncBridge
+from polar.bridges.rollouts import SessionGroup
 from polar.bridges.settings import BridgeSettings, load_settings
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
@@ -59,21 +59,14 @@ _MAX_SESSION_ATTEMPTS = 3
 """Sessions of a row that has a name, until one can be trained on."""
 
 
-class SessionRunner:
+class SessionRunner(AsyncBridge):
     """What the agent server does, without the server: a row goes in, a verify response comes out."""
 
     def __init__(self, source: BridgeSettings, *, resume: bool = False) -> None:
         """`resume`: rows that say which rollout of which task they are find the session that ran for them before. For
         a collection with a `name` of its own; a trainer's rows say the same in every step. Raises ConfigError."""
-        self.rollouts = RolloutClient(source)
+        super().__init__(source)
         self._resume = resume
-
-    async def close(self) -> None:
-        await self.rollouts.close()
-
-    async def attach(self, urls: Sequence[str], version: int) -> None:
-        """The trainer's engines are Polar's from now on."""
-        await TrainerEngines(self.rollouts.client).attach(urls, version)
 
     async def run(self, row: Row) -> dict[str, Any]:
         """Raises ConfigError for a row that names no task, and ClientError."""
@@ -125,10 +118,10 @@ def split_traces(run: Row) -> list[dict[str, Any]]:
 
 
 def collect_replies(item: SessionItem, result: SessionResult) -> dict[str, list[Part]]:
-    """What the model said in each call, as far as the messages of the result can be told apart."""
+    """What the model said in each call, as far as the messages of the result can be assigned to calls."""
     found: dict[str, list[Part]] = {}
-    for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
-        spoken = [message for message in told.response_messages if message.get("role") == "assistant"]
+    for trace, recorded in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
+        spoken = [message for message in recorded.response_messages if message.get("role") == "assistant"]
         if len(spoken) == len(trace.spans):  # not so where a harness rewrote its history on the way
             found |= {span.exchange_id: _to_parts(one) for span, one in zip(trace.spans, spoken, strict=True)}
     return found
@@ -144,7 +137,7 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
 
     class PolarAgentConfig(BaseResponsesAPIAgentConfig):
         polar: dict[str, Any] | str | None = None  # as `polar.bridges.settings` takes it
-        resume: bool = False  # as `Runs` has it
+        resume: bool = False  # as `SessionRunner` has it
         engines: list[str] | str | None = None  # `${policy_base_url}`: NeMo RL's own engines are Polar's
         version: int = 0  # of the engines' weights at the start
 
@@ -169,7 +162,7 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
                 try:
                     if engines:
                         urls = [engines] if isinstance(engines, str) else engines
-                        await self._runs.attach(urls, self.config.version)
+                        await self._runs.engines.attach(urls, self.config.version)
                     async with inner(app) as state:
                         yield state
                 finally:
@@ -183,7 +176,7 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
             return VerifyResponse.model_validate(await self._runs.run(row))
 
         async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
-            """The same, where nobody asks for the reward: the task is named in `metadata`."""
+            """The same without a reward: the task is named in `metadata`."""
             asked = body.model_dump(exclude_unset=True)
             row = {**(asked.get("metadata") or {}), "responses_create_params": asked}
             return NeMoGymResponse.model_validate((await self._runs.run(row))["response"])

@@ -4,10 +4,11 @@ Two ways. Without this module, NeMo RL's own loop asks the agent server of `pola
 trace of each session. With it, a launch script has these lines before NeMo RL's own, and every trace trains:
 
     from nemo_rl.algorithms import grpo
-    from polar.bridges.bridge import Bridge
+    from polar.bridges.bridge import BlockingBridge
     from polar.bridges.nemo_rl import NemoRl
 
-    polar = NemoRl.of(Bridge("polar.toml"), master_config, step=grpo_state["total_steps"])
+    bridge = BlockingBridge("polar.toml")
+    polar = NemoRl.from_config(bridge, master_config, step=grpo_state["total_steps"])
     grpo.run_nemo_gym_rollout_sync = polar.rollout  # run_async_nemo_gym_rollout, where that is not a generator yet
     grpo.refit_policy_generation = polar.wrap_refit(grpo.refit_policy_generation)
     grpo.validate = polar.wrap_validate(grpo.validate)
@@ -17,8 +18,9 @@ A row's `extra_env_info` is that of NeMo Gym, with a `task_id`. All rows of one 
 
 Who divides: NeMo RL. With `loss_fn.token_level_loss: true` tokens count, not rows, and splitting a session changes
 nothing: every row has `loss_multiplier` 1. Without it rows count, each with its mean over tokens: then a row's
-`loss_multiplier` is its `weight`, and a session is one row's worth however it was split. `NemoRl.of` reads which, and
-refuses what goes by rows in other ways: ratios over sequences, dynamic sampling, advantages other than GRPO's.
+`loss_multiplier` is its `weight`, and a session is one row's worth however it was split. `NemoRl.from_config` reads
+which, and refuses what goes by rows in other ways: ratios over sequences, dynamic sampling, advantages other than
+GRPO's.
 
 NeMo RL makes one optimizer step of `train_global_batch_size` rows: so there are always that many, the last of them
 empty and without loss. Set it to more than sessions give traces.
@@ -38,10 +40,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from msgspec import Struct
 
-from polar.bridges.bridge import Bridge
-from polar.bridges.checks import check_temperature
+from polar.bridges.bridge import BlockingBridge, TrainerBridge
 from polar.bridges.nemo_gym import Row, build_sampling_overrides, build_verify_response, get_task_id, split_traces
-from polar.bridges.rollouts import GroupKeys, SessionGroup, gather_or_cancel
+from polar.bridges.rollouts import GroupKeys, SessionGroup, check_temperature, gather_or_cancel
 from polar.errors import ConfigError, PolarError
 
 P = ParamSpec("P")
@@ -70,21 +71,21 @@ class RolloutResult(Struct):
     rollout_metrics: dict[str, Any]
 
 
-class NemoRl:
+class NemoRl(TrainerBridge):
     """One for each training run."""
 
-    def __init__(self, bridge: Bridge, *, rows: int, step: int = 0, token_level: bool = True) -> None:
-        """`rows` is `train_global_batch_size`, `step` where training goes on: who goes on from a checkpoint gets the
-        sessions that had run when it broke off."""
+    def __init__(self, bridge: BlockingBridge, *, rows: int, step: int = 0, token_level: bool = True) -> None:
+        """`rows` is `train_global_batch_size`, `step` where training starts: a run that resumes from a checkpoint gets
+        the sessions that had run when it broke off."""
+        super().__init__(bridge)
         self.version = step
-        self._bridge = bridge
         self._rows = rows
         self._token_level = token_level
         self._is_validating = False
         self._keys = GroupKeys()
 
     @classmethod
-    def from_config(cls, bridge: Bridge, config: Any, *, step: int = 0) -> "NemoRl":
+    def from_config(cls, bridge: BlockingBridge, config: Any, *, step: int = 0) -> "NemoRl":
         """By NeMo RL's own configuration. Raises ConfigError for what would depend on how sessions are split."""
         for path, allowed in _REQUIRED_SETTINGS.items():
             found = _get_setting(config, path)
@@ -97,14 +98,14 @@ class NemoRl:
 
     def attach(self, policy_generation: Any) -> None:
         """Its engines are Polar's from now on."""
-        self._bridge.run(self._bridge.engines.attach(policy_generation.dp_openai_server_base_urls, self.version))
+        self.bridge.run(self.engines.attach(policy_generation.dp_openai_server_base_urls, self.version))
 
     def wrap_refit(self, refit: Callable[P, T]) -> Callable[P, T]:
         """Generation stands still while the weights change, and Polar learns that they did."""
 
         @wraps(refit)
         def refitted(*args: P.args, **kwargs: P.kwargs) -> T:
-            with self._bridge.updating(self.version + 1):
+            with self.bridge.updating(self.version + 1):
                 done = refit(*args, **kwargs)
             self.version += 1
             return done
@@ -112,7 +113,7 @@ class NemoRl:
         return refitted
 
     def wrap_validate(self, validate: Callable[P, T]) -> Callable[P, T]:
-        """What is asked for within has names of its own: training never gets a session of the validation, also where
+        """Groups that run within have names of their own: training never gets a session of the validation, even where
         both have the same tasks."""
 
         @wraps(validate)
@@ -150,22 +151,22 @@ class NemoRl:
         wanted = Counter(get_task_id(row) for row in rows)
         step = self._step_key(wanted)
         asked = (
-            self._bridge.rollouts.run_group(task, self._keys.next_key(step, task), samples=count, sampling=sampling)
+            self.rollouts.run_group(task, self._keys.next_key(step, task), samples=count, sampling=sampling)
             for task, count in wanted.items()
         )
-        groups = self._bridge.run(gather_or_cancel(asked))
+        groups = self.bridge.run(gather_or_cancel(asked))
         if sampling.temperature is not None and not self._is_validating:
             check_temperature((item for group in groups for item in group.items), sampling.temperature)
         return groups
 
     def _step_key(self, wanted: Mapping[str, int]) -> str:
-        """Whoever goes on from a checkpoint may leave out a validation that was asked for first: so these tasks are
-        counted by themselves."""
+        """A run that resumes from a checkpoint may leave out a validation that came first: so its tasks are counted by
+        themselves."""
         digest = hashlib.sha256(json.dumps(sorted(wanted.items())).encode()).hexdigest()[:8]
         return f"{self.version}.validation-{digest}" if self._is_validating else f"{self.version}.{digest}"
 
     def build_batch(self, groups: Sequence[SessionGroup]) -> dict[str, Any]:
-        """As `batch`, of `rows` rows."""
+        """As `build_batch`, of `rows` rows."""
         runs = [
             build_verify_response(*pair) for group in groups for pair in zip(group.items, group.results, strict=True)
         ]
@@ -196,7 +197,7 @@ class SessionAdvantageEstimator:
     def compute_advantage(
         self, prompt_ids: Any, rewards: Any, mask: Any, repeated_batch: Mapping[str, Any], **_: Any
     ) -> Any:
-        """Raises ConfigError where the loop does not hand on what `batch` made."""
+        """Raises ConfigError where the loop does not hand on what `build_batch` made."""
         import torch
 
         if SESSION_FIELD not in repeated_batch:

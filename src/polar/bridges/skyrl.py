@@ -10,12 +10,13 @@
         trainer.policy.model.path=...
 
 A row of the data has `task_id` beside its `prompt`, which SkyRL wants and only logs. A program of your own uses
-`Generator` and `following` instead of the entry point.
+`Generator` and `make_polar_trainer` instead of the entry point.
 
 Who divides: SkyRL, over a mini-batch. A session is a step-wise trajectory with a row for each trace; its advantage is
 computed once, among the sessions of its prompt. `token_mean` and `prompt_mean` count tokens, so splitting a session
-changes nothing. `sequence_mean` and `seq_mean_token_sum_norm` count rows: `following` makes them count sessions, with
-each trace's `weight`. What goes by rows in other ways is refused (`check`), with the setting to change.
+changes nothing. `sequence_mean` and `seq_mean_token_sum_norm` count rows: `make_polar_trainer` makes them count
+sessions, with each trace's `weight`. What goes by rows in other ways is refused (`check_config`), with the setting to
+change.
 
 What is left out: sessions without a reward (a reason instead), and groups in which only one of several sessions has
 one, since nothing can be compared there: a row of such a group has no token that trains, and so the step goes on. In an
@@ -31,32 +32,32 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from polar.bridges.checks import check_temperature
-from polar.bridges.engines import TrainerEngines
-from polar.bridges.rollouts import GroupKeys, RolloutClient, SessionGroup, gather_or_cancel
-from polar.bridges.sampling import build_sampling_overrides
+from polar.bridges.bridge import AsyncBridge
+from polar.bridges.rollouts import (
+    GroupKeys,
+    SessionGroup,
+    build_sampling_overrides,
+    check_temperature,
+    gather_or_cancel,
+)
 from polar.bridges.settings import BridgeSettings, SettingsSource, load_settings
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.skyrl import session_output, to_generator_output
-from polar.train.weight_sync.probe import Scorer
+from polar.weight_sync.probe import Scorer
+from polar.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class Generator:
+class Generator(AsyncBridge):
     """SkyRL's `GeneratorInterface`: it has the one method. It belongs to the event loop that it is first used in."""
 
     def __init__(self, source: SettingsSource = None) -> None:
-        """As `polar.bridges.settings.load_settings` takes it. Raises ConfigError."""
-        self.rollouts = RolloutClient(load_settings(source))
-        self.engines = TrainerEngines(self.rollouts.client)
+        super().__init__(source)
         self._keys = GroupKeys()  # dynamic sampling, and data with two rows of a task, may ask for it again in a step
-
-    async def close(self) -> None:
-        await self.rollouts.close()
 
     async def generate(self, input_batch: Mapping[str, Any]) -> Any:
         """A `GeneratorOutput`: the sessions of each prompt, in the prompts' order. Raises ConfigError (also where what
@@ -191,7 +192,7 @@ class _WeightSaveHook:
 
     async def __call__(self, save: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any) -> None:
         trainer = self._trainer
-        engines: TrainerEngines = trainer.generator.engines
+        engines: WeightUpdater = trainer.generator.engines
         if self._attached:
             # SkyRL lets its engines go on before it is back here, so no call may be on its way then.
             async with engines.updating(trainer.global_step, "drain"):

@@ -12,9 +12,9 @@ its samples, and a trace a `Sample`; traces of a session share a `rollout_id`.
 
 Who divides: the trainer, by the mask sum of the whole rollout, so a session counts once however many traces it has;
 `weight` is not applied again. Miles up to 0.0.2 knows no `rollout_id`, and takes the mean over samples. There
-`normalise` puts a trace's share of its session, and the number of rows, into its advantage, which comes to the same
-(for the policy's loss: terms of KL and entropy stay means over samples). It has to see all rows in one step for that,
-so --use-dynamic-global-batch-size must be set; without it sessions of several traces are refused.
+`normalize_rewards` puts a trace's share of its session, and the number of rows, into its advantage, which comes to the
+same (for the policy's loss: terms of KL and entropy stay means over samples). It has to see all rows in one step for
+that, so --use-dynamic-global-batch-size must be set; without it sessions of several traces are refused.
 
 Asynchronous: up to `max_lag` rollouts' worth of groups are on their way while one is returned. A session whose oldest
 token is older than `max_lag` rollouts is left out, as is one that has no reward or nothing to train. Where all sessions
@@ -23,7 +23,7 @@ nothing (`remove_sample`): these trainers count rollouts.
 
 Versions are rollouts: the engines' weights when `generate_rollout(rollout_id)` is called are version `rollout_id`.
 Generation stands still from its return until the next call, since that is when these trainers load weights. Groups on
-their way are kept in the data source's metadata, and so in its checkpoint: whoever goes on from there gets the same.
+their way are kept in the data source's metadata, and so in its checkpoint: a run that resumes from it gets the same.
 
 The recorded log-probabilities must be of --rollout-temperature, as the trainer's are; else it says so and ends. Engines
 are not probed, since no model is where a rollout function runs: `train_rollout_logprob_abs_diff` tells the same.
@@ -36,26 +36,33 @@ What is left out: rewards of single turns (advantages are one number a sample he
 
 import asyncio
 import atexit
+import copy
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from statistics import fmean
 from typing import Any
 
 import aiohttp
+import numpy as np
 from msgspec import Struct
 
 from polar.bridges.advantages import compute_session_advantages
-from polar.bridges.bridge import Bridge
-from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import SessionGroup, gather_or_cancel
-from polar.bridges.sampling import build_sampling_overrides
-from polar.bridges.slime_samples import build_samples, compute_session_shares, get_session_id, pad_to_ranks
+from polar.bridges.bridge import BlockingBridge, TrainerBridge
+from polar.bridges.rollouts import (
+    SessionGroup,
+    build_sampling_overrides,
+    check_temperature,
+    gather_or_cancel,
+    require_experts,
+)
 from polar.errors import ConfigError, PolarError
 from polar.export.base import SessionItem, policy_version_runs
+from polar.export.slime import SlimeExporter
 
-_MAX_GROUP_ATTEMPTS = 3  # times that a group is asked for, before another takes its place
+_MAX_GROUP_ATTEMPTS = 3  # times that a group is run, before another takes its place
 _GROUP_RELATIVE_ESTIMATORS = frozenset(("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"))  # to the group's mean
 _SCALED_ESTIMATORS = _GROUP_RELATIVE_ESTIMATORS - {"reinforce_plus_plus_baseline"}
 _IN_FLIGHT_METADATA_KEY = "polar_on_their_way"  # among the data source's metadata
@@ -96,25 +103,25 @@ def normalize_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[
         for sample, reward in zip(samples, raw, strict=True):
             if not sample.remove_sample:
                 groups.setdefault(sample.group_index, {})[get_session_id(sample)] = reward
-        of = {
+        advantages = {
             session: advantage
             for group in groups.values()
             for session, advantage in zip(
                 group, compute_session_advantages(list(group.values()), scale=scale), strict=True
             )
         }
-        rewards = [0.0 if sample.remove_sample else of[get_session_id(sample)] for sample in samples]
+        rewards = [0.0 if sample.remove_sample else advantages[get_session_id(sample)] for sample in samples]
     factors = compute_session_shares(args, samples)
     return raw, [reward * factor for reward, factor in zip(rewards, factors, strict=True)]
 
 
 def close() -> None:
-    """Ends this process's bridge. Groups on their way run on, and are found by whoever asks for them again."""
+    """Ends this process's bridge. Groups on their way run on, and are found when they are asked for again."""
     global _current_run
     with _lock:
         run, _current_run = _current_run, None
     if run is not None:
-        run.bridge.close()
+        run.close()
 
 
 class _InFlightGroup(Struct):
@@ -126,7 +133,7 @@ class _InFlightGroup(Struct):
     group: asyncio.Future[SessionGroup]
 
 
-class _TrainingRun:
+class SlimeBridge(TrainerBridge):
     """What one training run has on its way. All of it happens in the bridge's loop."""
 
     def __init__(self, args: Any) -> None:
@@ -140,8 +147,8 @@ class _TrainingRun:
                 "polar.bridges.slime.normalize_rewards."
             )
         self.args = args
-        self.bridge = Bridge(getattr(args, "polar", None))
-        self.lag = self.bridge.rollouts.settings.max_lag
+        super().__init__(BlockingBridge(getattr(args, "polar", None)))
+        self.lag = self.rollouts.settings.max_lag
         self.in_flight: list[_InFlightGroup] = []
         self.newest_rollout_id: int | None = None  # the rollout that was asked for last
 
@@ -168,7 +175,7 @@ class _TrainingRun:
                 else:
                     counts["polar/groups_filtered"] += 1
         self._save_in_flight(source)
-        await self.bridge.engines.begin_update("drain")
+        await self.engines.freeze("drain")
         kept.sort(key=lambda one: int(one[0].samples[0].index))
         samples = [made for _, made in kept]
         return pad_to_ranks(self.args, samples), {name: float(number) for name, number in counts.items()}
@@ -186,7 +193,7 @@ class _TrainingRun:
             tasks = [self._find_task_id(sample) for sample in given]
             sampling = build_sampling_overrides(temperature=named.temperature, top_p=named.top_p, top_k=named.top_k)
             groups = await gather_or_cancel(
-                self.bridge.rollouts.run_group(
+                self.rollouts.run_group(
                     task,
                     f"eval-{version}/{named.name}.{place}",
                     samples=named.n_samples_per_eval_prompt,
@@ -209,9 +216,9 @@ class _TrainingRun:
     async def _attach_engines(self, version: int) -> None:
         """The trainer's engines are Polar's, and go on with the weights that they have now."""
         if getattr(self.args, "sglang_router_ip", None):
-            await self.bridge.engines.attach(await _list_engine_urls(self.args), version)
+            await self.engines.attach(await _list_engine_urls(self.args), version)
         else:
-            await self.bridge.engines.finish_update(version)
+            await self.engines.finish_update(version)
 
     def _fill_in_flight(self, source: Any, number: int) -> None:
         """So many groups are on their way."""
@@ -229,7 +236,7 @@ class _TrainingRun:
         sampling = build_sampling_overrides(
             temperature=args.rollout_temperature, top_p=args.rollout_top_p, top_k=args.rollout_top_k
         )
-        work = self.bridge.rollouts.run_group(task, key, samples=len(given), sampling=sampling)
+        work = self.rollouts.run_group(task, key, samples=len(given), sampling=sampling)
         self.in_flight.append(_InFlightGroup(task, given, tries, asyncio.ensure_future(work)))
 
     async def _wait_for_groups(self, max_groups: int) -> list[_InFlightGroup]:
@@ -277,7 +284,7 @@ class _TrainingRun:
         return bool(getattr(found, "keep", found))
 
     def _find_task_id(self, sample: Any) -> str:
-        return find_task_id(sample, self.bridge.rollouts.tasks)
+        return find_task_id(sample, self.rollouts.tasks)
 
     def _save_in_flight(self, source: Any) -> None:
         if hasattr(source, "update_metadata"):
@@ -295,14 +302,14 @@ class _TrainingRun:
 
 def find_task_id(sample: Any, tasks: Mapping[str, Any]) -> str:
     """The task that a sample of the trainer's data names. Raises ConfigError."""
-    told = [(sample.metadata or {}).get("task_id"), sample.label, sample.prompt]
-    for name in told:
+    candidates = [(sample.metadata or {}).get("task_id"), sample.label, sample.prompt]
+    for name in candidates:
         if isinstance(name, str) and name in tasks:
             return name
     some = ", ".join(sorted(tasks)[:3])
     raise ConfigError(
         f"A row of the trainer's data names no task: neither metadata['task_id'], nor its label, nor its prompt is one "
-        f"({told}); tasks are {some}, for example."
+        f"({candidates}); tasks are {some}, for example."
     )
 
 
@@ -315,6 +322,109 @@ def _load_eval_samples(named: Any) -> Iterator[Any]:
         label = row.get(named.label_key) if named.label_key else None
         metadata = row.get(named.metadata_key) if named.metadata_key else None
         yield kind(index=index, prompt=row.get(named.input_key, ""), label=label, metadata=metadata or {})
+
+
+# Sessions as `Sample`s: what the exporter writes, in the places that the trainer gave
+
+
+def build_samples(args: Any, templates: Sequence[Any], items: Sequence[SessionItem]) -> list[list[Any]]:
+    """By session; `given` are the trainer's samples, one for each session that was asked for. Where there are fewer
+    sessions than that, samples that train nothing stand in: trainers count rollouts."""
+    made = [_build_session_samples(args, place, item) for place, item in zip(templates, items, strict=False)]
+    shortest = min((one for session in made for one in session), key=lambda one: len(one.tokens))
+    mean = fmean(session[0].metadata["reward"] for session in made)  # what is logged of the group stays as it is
+    for place in templates[len(items) :]:
+        absent = _copy_without_loss(shortest)
+        absent.index = absent.rollout_id = place.index
+        absent.reward = _format_reward(args, mean)
+        absent.status = type(absent).Status("failed")
+        absent.metadata = {**(place.metadata or {}), "session_id": f"absent-{place.index}", "reward": mean}
+        made.append([absent])
+    return made
+
+
+def _build_session_samples(args: Any, template: Any, item: SessionItem) -> list[Any]:
+    made = [_build_sample(args, template, row) for row in SlimeExporter().lines(item)]
+    if getattr(args, "use_rollout_routing_replay", False):
+        for sample, trace in zip(made, item.trajectory.traces, strict=True):
+            sample.rollout_routed_experts = require_experts(trace).astype(np.int32)
+    return made
+
+
+def pad_to_ranks(args: Any, groups: list[list[list[Any]]]) -> list[list[list[Any]]]:
+    """Trainers that don't know of rollouts cut off what does not divide among their ranks: rows that train nothing are
+    added so that nothing is."""
+    rows = [sample for group in groups for session in group for sample in session]
+    if divides_by_rollout(rows[0]):
+        return groups
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    shortest = min(rows, key=lambda one: len(one.tokens))
+    groups[-1][-1] += [_copy_without_loss(shortest) for _ in range(-len(rows) % ranks)]
+    return groups
+
+
+def divides_by_rollout(sample: Any) -> bool:
+    """Whether the trainer divides by the mask sum of whole rollouts: then samples have a field that says of which."""
+    return "rollout_id" in type(sample).__dataclass_fields__
+
+
+def get_session_id(sample: Any) -> str:
+    return str(sample.metadata["session_id"])
+
+
+def compute_session_shares(args: Any, samples: Sequence[Any]) -> list[float]:
+    """What makes a session count once where the trainer takes the mean over samples: a sample's part of its session's
+    tokens, times samples a session. 1 where the trainer does it by itself, or counts tokens."""
+    if divides_by_rollout(samples[0]) or args.calculate_per_token_loss:
+        return [1.0] * len(samples)
+    totals: dict[str, int] = {}
+    for sample in samples:
+        totals[get_session_id(sample)] = totals.get(get_session_id(sample), 0) + _count_trained_tokens(sample)
+    if len(totals) == len(samples):
+        return [1.0] * len(samples)
+    if not getattr(args, "use_dynamic_global_batch_size", False):
+        raise ConfigError(
+            "Sessions have several samples, and this trainer would cut some of them off: set "
+            "--use-dynamic-global-batch-size."
+        )
+    many = len(samples) / len(totals)
+    return [many * _count_trained_tokens(sample) / max(totals[get_session_id(sample)], 1) for sample in samples]
+
+
+def _count_trained_tokens(sample: Any) -> int:
+    return 0 if sample.remove_sample else sum(sample.loss_mask)
+
+
+def _build_sample(args: Any, template: Any, row: dict[str, Any]) -> Any:
+    kind = type(template)
+    index = row["rollout_id"] if template.index is None else template.index
+    fields = {
+        **row,
+        "group_index": template.group_index,
+        "index": index,
+        "rollout_id": index,
+        "prompt": template.prompt,
+        "label": template.label,
+        "reward": _format_reward(args, row["reward"]),
+        "metadata": {**(template.metadata or {}), **row["metadata"]},
+    }
+    if str(kind.__dataclass_fields__["weight_versions"].type).removeprefix("typing.") not in ("list[str]", "List[str]"):
+        del fields["weight_versions"]  # they are of another kind there; those of each token are in the metadata
+    return kind.from_dict(fields)
+
+
+def _format_reward(args: Any, value: float) -> float | dict[str, float]:
+    return {args.reward_key: value} if args.reward_key else value
+
+
+def _copy_without_loss(sample: Any) -> Any:
+    absent = copy.copy(sample)
+    absent.loss_mask = [0] * sample.response_length
+    absent.remove_sample = True
+    return absent
+
+
+# The process
 
 
 async def _list_engine_urls(args: Any) -> list[str]:
@@ -344,16 +454,16 @@ def _find_trainer_package() -> str:
     raise ConfigError("Neither slime nor Miles has called: this is their --rollout-function-path.")
 
 
-def _get_run(args: Any) -> _TrainingRun:
+def _get_run(args: Any) -> SlimeBridge:
     global _current_run
     with _lock:
         if _current_run is None:
-            _current_run = _TrainingRun(args)
+            _current_run = SlimeBridge(args)
         return _current_run
 
 
 _lock = threading.Lock()
-_current_run: _TrainingRun | None = None
+_current_run: SlimeBridge | None = None
 """One for a process: a trainer's rollout function is called by name, and keeps nothing between calls."""
 
 atexit.register(close)

@@ -17,7 +17,7 @@ is divided by all trainable tokens of the batch instead.
 
 Tinker's models have no address that Polar could attach. What samples is an engine of your own, with the weights of each
 step: load them within `polar.updating(version)`. A trainer that starts again loads those of its first step so, before
-it asks for a batch: nobody knows how far the one before it came. Your engine is not probed: the bridge has no model to
+it asks for a batch: how far the one before it came is unknown. Your engine is not probed: the bridge has no model to
 score with. `forward_backward` returns Tinker's log-probabilities: compare them with those of the datums.
 
 What is left out: rewards of single turns; and a trace without a prompt, which has no input for its first token.
@@ -30,7 +30,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from polar.bridges.advantages import compute_session_advantages
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge
 from polar.bridges.rollouts import SessionGroup
 from polar.export.tinker import TinkerExporter as Exporter
 from polar.export.tinker import to_datum
@@ -44,7 +44,7 @@ class Batch(Struct):
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-class Tinker(Bridge):
+class Tinker(BlockingBridge):
     """Use as a context manager, or close it."""
 
     _begun = False

@@ -26,9 +26,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from polar.bridges.rollouts import RolloutClient
+from polar.bridges.bridge import AsyncBridge
 from polar.bridges.settings import SettingsSource, load_settings
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 from polar.config import SamplingOverrides
 from polar.export.base import SessionItem, require_logprobs, trace_metadata, trace_token_ids
 from polar.records.result import SessionResult, TraceResult
@@ -53,7 +53,7 @@ def plugin(source: SettingsSource = None) -> Plugin:
     from verifiers.v1.trace import ModelCall
 
     known = load_settings(source)
-    serving: ContextVar[RolloutClient] = ContextVar("serving")  # of the environment that an episode is of
+    serving: ContextVar[AsyncBridge] = ContextVar("serving")  # of the environment that an episode is of
 
     class PolarTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         @property
@@ -73,20 +73,20 @@ def plugin(source: SettingsSource = None) -> Plugin:
         agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())  # nothing runs in it
 
     class PolarEnv(vf.Env[PolarEnvConfig]):
-        _rollouts: RolloutClient | None = None  # while it is served
+        _bridge: AsyncBridge | None = None  # while it is served
 
         async def run(self, task: Any, agents: Any) -> None:
-            assert self._rollouts is not None
-            serving.set(self._rollouts)
+            assert self._bridge is not None
+            serving.set(self._bridge)
             await agents.agent.run(task)
 
         async def start(self) -> None:
-            self._rollouts = RolloutClient(known)
+            self._bridge = AsyncBridge(known)
 
         async def stop(self) -> None:
-            rollouts, self._rollouts = self._rollouts, None
-            if rollouts is not None:
-                await rollouts.close()
+            bridge, self._bridge = self._bridge, None
+            if bridge is not None:
+                await bridge.close()
 
     class PolarHarness(vf.Harness[vf.HarnessConfig]):
         APPENDS_SYSTEM_PROMPT = True
@@ -97,10 +97,10 @@ def plugin(source: SettingsSource = None) -> Plugin:
             self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
         ) -> Any:
             del runtime, endpoint, secret, mcp_urls  # Polar has its own
-            if (rollouts := serving.get(None)) is None:
+            if (bridge := serving.get(None)) is None:
                 raise vf.HarnessError("Polar's harness runs in Polar's environment only: name no other `env`.")
             sampling = _build_sampling(ctx.sampling)
-            group = await rollouts.run_group(data.id, trace.id, samples=1, sampling=sampling)
+            group = await bridge.rollouts.run_group(data.id, trace.id, samples=1, sampling=sampling)
             if not group.items:
                 reason = next(iter(group.left_out), "no_results")  # a task that was cancelled may have none
                 raise vf.HarnessError(f"Polar's session {group.name} can't be trained on: {reason}.")
@@ -119,8 +119,8 @@ def build_nodes(item: SessionItem, result: SessionResult) -> list[dict[str, Any]
     """A session as the fields of verifiers' message nodes: a chain from a root of its own for each trace. Those that
     were sampled have a `call` besides, as the fields of its model calls."""
     made: list[dict[str, Any]] = []
-    for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
-        made += _build_chain(trace, told, first=len(made))
+    for trace, recorded in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
+        made += _build_chain(trace, recorded, first=len(made))
     return made
 
 
@@ -133,7 +133,7 @@ def build_info(item: SessionItem) -> dict[str, Any]:
     }
 
 
-def _build_chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[str, Any]]:
+def _build_chain(trace: Trace, result: TraceResult, *, first: int) -> list[dict[str, Any]]:
     ids, recorded, begin = trace_token_ids(trace), require_logprobs(trace.logprobs), len(trace.prompt_ids)
     chain: list[dict[str, Any]] = []
 
@@ -142,7 +142,7 @@ def _build_chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[st
         chain.append({"parent": parent, "message": message, "sampled": False, **fields})
 
     seen = 0
-    for span, (before, reply) in zip(trace.spans, _split_turns(told, len(trace.spans)), strict=True):
+    for span, (before, reply) in zip(trace.spans, _split_turns(result, len(trace.spans)), strict=True):
         for one in before:
             add(_to_message(one))
         context, sampled = ids[seen : begin + span.start], ids[begin + span.start : begin + span.stop]
@@ -160,11 +160,11 @@ def _build_chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[st
     return chain
 
 
-def _split_turns(told: TraceResult, calls: int) -> list[tuple[list[ChatMessage], ChatMessage]]:
-    """Of each call, what came before it and what it said; as far as that is known."""
+def _split_turns(result: TraceResult, calls: int) -> list[tuple[list[ChatMessage], ChatMessage]]:
+    """The messages before each call and its reply, as far as they are known."""
     turns: list[tuple[list[ChatMessage], ChatMessage]] = []
-    before: list[ChatMessage] = list(told.prompt_messages)
-    for message in told.response_messages:
+    before: list[ChatMessage] = list(result.prompt_messages)
+    for message in result.response_messages:
         if message["role"] == "assistant":
             turns.append((before, message))
             before = []
@@ -193,8 +193,9 @@ def _to_message(chat: ChatMessage) -> dict[str, Any]:
 
 def _to_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     kind = call.get("type", "function")
-    said = call[kind]
-    return {"id": call["id"], "type": kind, "name": said["name"], "arguments": said.get("arguments", said.get("input"))}
+    function = call[kind]
+    arguments = function.get("arguments", function.get("input"))
+    return {"id": call["id"], "type": kind, "name": function["name"], "arguments": arguments}
 
 
 def _to_content(content: str | Sequence[Mapping[str, Any]] | None) -> Any:

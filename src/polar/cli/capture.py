@@ -28,8 +28,7 @@ from polar.config import Settings
 from polar.data_plane import DataPlane
 from polar.errors import ConfigError
 from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
-from polar.harnesses.base import SetupRequest
-from polar.harnesses.files import write_setup
+from polar.harnesses.base import SetupRequest, write_setup
 from polar.records.exchange import Exchange
 from polar.records.session import Verdict
 from polar.records.trajectory import ExcludedSpan

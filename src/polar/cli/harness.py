@@ -16,7 +16,7 @@ from polar.errors import ConfigError
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
 from polar.harnesses.cache import Installation, cache_folder, find_damage, list_installations
-from polar.harnesses.installers.tools import Progress
+from polar.harnesses.install.tools import Progress
 from polar.plugins import names
 
 _cache_option = click.option("--cache", help="where they are installed [default: from the settings]")

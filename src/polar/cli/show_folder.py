@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from polar.cli.show_tokens import escape_controls
-from polar.node.session_folder import SessionFolder
+from polar.node.finished_session import SessionFolder
 
 _DOCUMENTS = ("verdict", "timing")
 _LIMIT_NAMES = {"length": "limit of turns or tokens, or the model's context"}

@@ -21,8 +21,7 @@ from polar import validation_errors
 from polar.client import submission
 from polar.client.calls import BUSY, Calls, ClientError, Query, ServerEvent, quote_segment
 from polar.client.feed import RawResult, ResultOptions, Results
-from polar.client.submission import SubmitAnswer, TasksRefused
-from polar.client.task_input import TaskLike, load_tasks
+from polar.client.submission import SubmitAnswer, TaskLike, TasksRefused, load_tasks
 from polar.closeable import AsyncCloseable
 from polar.config import DEFAULT_RUN
 from polar.records.result import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
@@ -63,8 +62,8 @@ class AsyncClient(AsyncCloseable):
     ) -> list[SubmitAnswer]:
         """Tasks, or files and folders of them; the server's answers, in their order. A task that the server has already
         is not run again. While the run's queue is full this waits, `timeout` seconds at most. Raises TasksRefused when
-        all are told, unless `raise_refused` is false. `seen` hears each answer as it comes; one with the code 429 is of
-        a task that there is no room for yet."""
+        all are answered, unless `raise_refused` is false. `on_answer` is called with each answer as it comes; one with
+        the code 429 is of a task that there is no room for yet."""
         answers = await submission.submit(self._calls, load_tasks(tasks, run=self.run), timeout, on_answer)
         if raise_refused:
             submission.raise_refused(answers)
@@ -89,8 +88,8 @@ class AsyncClient(AsyncCloseable):
         timeout: float | None = None,
         on_status: Callable[[TaskStatus], object] = lambda _: None,
     ) -> AsyncGenerator[TaskStatus, None]:
-        """Each of these tasks as soon as all of it has ended, with its results; `seen` hears how far each is, at every
-        look."""
+        """Yields each of these tasks as soon as all of it has ended, with its results. `on_status` is called with the
+        status of each, at every poll."""
         deadline = None if timeout is None else time.monotonic() + timeout
         running = wanted = list(dict.fromkeys(task_ids))
         pause = _MIN_POLL_SECONDS

@@ -1,18 +1,68 @@
-"""Many tasks to a control plane: in batches, again where an answer was lost, and slowly where there is no room."""
+"""Tasks as programs give them (files and folders, tables, requests), and their way to a control plane.
+
+They are sent in batches, again where an answer was lost, and slowly while the queue is full.
+"""
 
 import asyncio
+import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
+from pydantic import ValidationError
 
+from polar import validation_errors
 from polar.client.calls import BUSY, Calls, ClientError, retry_delays
+from polar.errors import ConfigError
 from polar.records.task import TaskRequest
 
-_MAX_BATCH_TASKS, _MAX_BATCH_BYTES = 200, 4 * 2**20  # of one batch
-_MAX_NAMED_TASKS = 5  # refused tasks that an error names
+_MAX_BATCH_TASKS, _MAX_BATCH_BYTES = 200, 4 * 2**20
+_MAX_NAMED_TASKS = 5
+"""Refused tasks that an error names."""
+
+TaskLike = str | os.PathLike[str] | dict[str, Any] | TaskRequest
+"""A file or folder of tasks, the fields of one, or one."""
+
+
+def load_tasks(
+    tasks: TaskLike | Iterable[TaskLike], *, run: str | None = None, backend: str | None = None
+) -> list[TaskRequest]:
+    """Reads all of them, in their order: as tasks of `run`, where it is given. Files are read for `backend`, since
+    Harbor's tasks differ between them. Raises ConfigError."""
+    if isinstance(tasks, str | os.PathLike | dict | TaskRequest):
+        tasks = [tasks]
+    found: dict[str, TaskRequest] = {}
+    for like in tasks:
+        for task in _read(like, backend):
+            if task.task_id in found:
+                raise ConfigError(f"There are two tasks {task.task_id!r}: every task needs a name of its own.")
+            found[task.task_id] = task if run is None else _assign_run(task, run)
+    return list(found.values())
+
+
+def _assign_run(task: TaskRequest, run: str) -> TaskRequest:
+    if "run" in task.model_fields_set and task.run != run:
+        raise ConfigError(f"Task {task.task_id!r} is one of the run {task.run!r}, and goes to {run!r}: name its run.")
+    return task.model_copy(update={"run": run})
+
+
+def _read(like: TaskLike, backend: str | None) -> list[TaskRequest]:
+    if isinstance(like, TaskRequest):
+        return [like]
+    if not isinstance(like, dict):
+        from polar.tasks import read  # much more than a client needs else
+
+        return read([Path(like)], backend=backend)
+    try:
+        return [TaskRequest.model_validate(like)]
+    except ValidationError as error:
+        raise ConfigError(
+            f"Task {like.get('task_id', 'without a task_id')}: {validation_errors.format_validation_errors(error)}."
+        ) from error
 
 
 class SubmitAnswer(Struct, frozen=True, omit_defaults=True):
@@ -44,8 +94,8 @@ async def submit(
     calls: Calls, tasks: list[TaskRequest], timeout: float | None, on_answer: Callable[[SubmitAnswer], object]
 ) -> list[SubmitAnswer]:
     """The server's answers, in the tasks' order. While it has no room, this waits, `timeout` seconds at most; what is
-    without a place then is answered so. A task that the server has already is answered as it was. `seen` hears each
-    answer as it comes, and so of a task without room more than once."""
+    without a place then is answered so. A task that the server has already is answered as it was. `on_answer`
+    is called with each answer as it comes, and so more than once for a task without room."""
     wanted = deque((task.task_id, task.model_dump_json(exclude_unset=True).encode()) for task in tasks)
     deadline = None if timeout is None else time.monotonic() + timeout
     answers: dict[str, SubmitAnswer] = {}

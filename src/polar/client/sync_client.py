@@ -6,23 +6,83 @@ with polar.Client("http://127.0.0.1:8080", token) as client:
         ...
 """
 
+import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from polar.client.async_client import AsyncClient
-from polar.client.background_loop import BackgroundLoop
 from polar.client.calls import ClientError, ServerEvent
 from polar.client.feed import RawResult, ResultOptions, Results
-from polar.client.submission import SubmitAnswer
-from polar.client.task_input import TaskLike
+from polar.client.submission import SubmitAnswer, TaskLike
 from polar.closeable import Closeable
 from polar.config import DEFAULT_RUN
 from polar.records.result import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
 
 T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own, for callers that have none, or have one that they can't wait in.
+
+    The thread does not keep a program from ending.
+    """
+
+    def __init__(self, on_close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """`on_close` is run in the loop, last of all."""
+        self._on_close = on_close
+        self._loop = asyncio.new_event_loop()
+        self._open = True
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._main, name="polar-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """From any other thread. Raises ClientError where it is closed, or is closed meanwhile."""
+        with self._lock:
+            if not self._open:
+                work.close()
+                raise ClientError("The client is closed.")
+            if not self._thread.is_alive():
+                work.close()
+                raise ClientError("The client was made before this process was forked off: make one here.")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ClientError("The client is closed.") from None
+        except BaseException:  # Ctrl-C, say: nobody waits for it any more
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Whoever waits in `run` is let go. More than once is once."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:  # the garbage collector may call from anywhere
+            self._thread.join()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._shut_down())
+        finally:
+            self._loop.close()
+
+    async def _shut_down(self) -> None:
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*running, return_exceptions=True)
+        await self._on_close()
+        await self._loop.shutdown_asyncgens()
 
 
 class SyncResults(Closeable, Generic[T]):
@@ -86,7 +146,7 @@ class Client(Closeable):
         timeout: float | None = None,
         on_answer: Callable[[SubmitAnswer], object] = lambda _: None,
     ) -> list[SubmitAnswer]:
-        """`seen` is called in the client's own thread."""
+        """`on_answer` is called in the client's own thread."""
         return self.background.run(
             self._client.submit(tasks, raise_refused=raise_refused, timeout=timeout, on_answer=on_answer)
         )

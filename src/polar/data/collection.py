@@ -1,20 +1,25 @@
-"""Which sessions a collection still needs: what the data folder has already is not run again, a task that was solved
-gets no more tries, and what the platform failed is tried again.
+"""Which sessions a collection still needs, within a budget: what the data folder has already is not run again, a task
+that was solved gets no more tries, and what the platform failed is tried again.
 
     store ─► resume ─► next ─► session ─► ended ─► next ...
 """
 
+import contextlib
+import fcntl
 import heapq
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from msgspec import Struct, field
 
 from polar.backoff import backoff_delays
-from polar.data.budget import NO_LIMIT, Budget, Spending
+from polar.config import PriceSettings
+from polar.errors import ConfigError
 from polar.node.finished_session import FinishedSession
 from polar.node.task_plan import TaskPlan
+from polar.private_files import make_private_folder
 from polar.records.session import PLATFORM_REASONS, Verdict
 from polar.rollout.samples import final_verdict, is_final, sample_key
 from polar.store.base import Store
@@ -22,8 +27,84 @@ from polar.types import UsageTotals
 
 log = logging.getLogger(__name__)
 
+_TOKENS_PER_PRICE = 1_000_000
 _PAGE_SIZE = 100
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0  # before another try
+_LOCK_FILE = "collecting.lock"
+
+
+def compute_cost(used: UsageTotals, price: PriceSettings) -> float:
+    cached = price.prompt if price.cached is None else price.cached
+    new = used.prompt - used.cached
+    return (new * price.prompt + used.cached * cached + used.sampled * price.sampled) / _TOKENS_PER_PRICE
+
+
+class Budget(Struct, frozen=True):
+    """None: as much as it takes. Tokens and money count for all sessions of the collection, those of runs before
+    included; seconds are those of this run."""
+
+    tokens: int | None = None  # of prompts, and sampled ones
+    cost: float | None = None  # in the currency of the price
+    seconds: float | None = None
+    price: PriceSettings | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        return self.tokens is not None or self.cost is not None or self.seconds is not None
+
+    def __post_init__(self) -> None:
+        if self.cost is not None and self.price is None:
+            raise ConfigError(
+                "A budget of money needs to know what tokens cost: --price PROMPT SAMPLED, or [engine.price]."
+            )
+
+
+NO_LIMIT = Budget()
+
+
+class Spending:
+    """A budget, and what is gone of it."""
+
+    def __init__(
+        self, budget: Budget, measure_used: Callable[[], UsageTotals], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`used`: by the sessions of this run so far."""
+        self._budget = budget
+        self._measure_used = measure_used
+        self._used_earlier = UsageTotals()
+        self._clock = clock
+        self._started_at = clock()
+
+    def add_earlier_usage(self, used: UsageTotals) -> None:
+        """What a session of an earlier run used."""
+        self._used_earlier += used
+
+    @property
+    def used(self) -> UsageTotals:
+        return self._used_earlier + self._measure_used()
+
+    @property
+    def cost(self) -> float | None:
+        return None if self._budget.price is None else compute_cost(self.used, self._budget.price)
+
+    def exhausted_limit(self) -> str | None:
+        """In words, what is; None where more may begin. Raises ConfigError where nobody can tell."""
+        budget = self._budget
+        if budget.seconds is not None and self._clock() - self._started_at >= budget.seconds:
+            return f"{budget.seconds:g} seconds"
+        if budget.tokens is None and budget.cost is None:
+            return None
+        used = self.used
+        if used.uncounted:
+            raise ConfigError(
+                "The engine does not tell how many tokens a call takes, so a budget of tokens or money can't be kept: "
+                "leave it out (--budget-seconds works), or use an engine that reports `usage`."
+            )
+        if budget.tokens is not None and used.prompt + used.sampled >= budget.tokens:
+            return f"{budget.tokens:,} tokens"
+        if budget.cost is not None and (spent := self.cost) is not None and spent >= budget.cost:
+            return f"a cost of {budget.cost:g}"
+        return None
 
 
 class SourceStats(Struct):
@@ -60,8 +141,11 @@ class _CollectionTask(Struct):
 
 
 class Collection:
-    """Implements `node.local.Wanted`. With `accept`, a task's samples are tried one after the other, until one earns
-    that much; so which of them are run depends on their rewards alone, however often the run is stopped."""
+    """Implements `node.local.SessionSource`.
+
+    With `accept`, a task's samples are tried one after the other, until one earns that much. So which of them are run
+    depends on their rewards alone, however often the run is stopped.
+    """
 
     def __init__(
         self,
@@ -192,3 +276,21 @@ class Collection:
             tried + 1,
             self._max_attempts,
         )
+
+
+@contextlib.contextmanager
+def lock_collection(data: Path) -> Iterator[None]:
+    """One collection at a time in a data folder: two would run the same samples, and both would be exported.
+
+    Raises ConfigError where another process collects there. A process that is killed holds no lock.
+    """
+    make_private_folder(data)
+    with (data / _LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"Another `polar run --resume` is at work in {data}: wait for it, or give this one a folder of its own "
+                "(--data)."
+            ) from None
+        yield

@@ -88,3 +88,8 @@ class Dialect(Protocol):
         ...
 
     def encode_error(self, error: ApiError) -> EncodedError: ...
+
+
+def join_namespace(namespace: str | None, name: str) -> str:
+    """A tool's name where the wire format has no namespaces."""
+    return f"{namespace}__{name}" if namespace else name

@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from polar import ids
-from polar.dialects import openai_chat_wire as w
-from polar.dialects import openai_errors, sse, wire
+from polar.dialects import raw_fields, sse
 from polar.dialects.base import EncodedError, Route, StreamEncoder
 from polar.dialects.openai_chat import OpenAIChat
+from polar.dialects.openai_chat import wire as w
+from polar.dialects.openai_chat.replies import encode_error, encode_error_body
 from polar.errors import ApiError
 from polar.records.exchange import RawRequest
 from polar.types import Reply, ReplyEvent, Request, Text, TextDelta, TokenLogprob, Usage
@@ -69,7 +70,7 @@ class OpenAICompletions:
 
     def split(self, body: bytes) -> RawRequest:
         """No list grows from turn to turn here: a prompt stays one field, whatever its form."""
-        return wire.split(body, "messages")
+        return raw_fields.split(body, "messages")
 
     def decode_request(self, raw_request: RawRequest, params: dict[str, str]) -> Request:  # noqa: ARG002
         fields = w.decode_fields(_REQUEST, raw_request)
@@ -95,7 +96,7 @@ class OpenAICompletions:
         prompt: Prompt = request.prompt if isinstance(request.prompt, str) else [*request.prompt]
         out = CompletionRequest(model=request.model, prompt=prompt, logprobs=request.logprobs)
         out.encode_sampling(request)
-        return wire.encode(out)
+        return raw_fields.encode(out)
 
     def encode_reply(self, request: Request, reply: Reply) -> bytes:
         text = "".join([part.text for part in reply.parts if isinstance(part, Text)])
@@ -110,7 +111,7 @@ class OpenAICompletions:
             choices=[choice],
             usage=w.encode_usage(reply.usage),
         )
-        return wire.encode(completion)
+        return raw_fields.encode(completion)
 
     def decode_reply(self, body: bytes) -> Reply:
         completion = w.decode_completion(_COMPLETION, body)
@@ -136,7 +137,7 @@ class OpenAICompletions:
         return OpenAIChat().encode_models(models, model)
 
     def encode_error(self, error: ApiError) -> EncodedError:
-        return openai_errors.encode_error(error)
+        return encode_error(error)
 
 
 class CompletionStreamEncoder:
@@ -147,9 +148,9 @@ class CompletionStreamEncoder:
     def __init__(self, request: Request, exchange_id: str, created: int) -> None:
         self._request = request
         self._chunk_start = b'data: {"id":%b,"object":"text_completion","created":%d,"model":%b,"choices":[' % (
-            wire.encode(f"cmpl-{exchange_id}"),
+            raw_fields.encode(f"cmpl-{exchange_id}"),
             created,
-            wire.encode(request.model),
+            raw_fields.encode(request.model),
         )
         # With usage asked for, every chunk but the last says that it has none.
         self._chunk_end = b'],"usage":null}\n\n' if request.stream_usage else b"]}\n\n"
@@ -161,7 +162,7 @@ class CompletionStreamEncoder:
 
     def feed(self, event: ReplyEvent) -> bytes:
         if isinstance(event, TextDelta) and event.text:
-            return self._text_start + wire.encode(event.text) + self._text_end
+            return self._text_start + raw_fields.encode(event.text) + self._text_end
         return b""
 
     def finish(self, reply: Reply) -> bytes:
@@ -169,14 +170,14 @@ class CompletionStreamEncoder:
         choice = CompletionChoice(0, "", logprobs, w.WIRE_FINISH_REASONS[reply.finish_reason])
         if reply.stop_sequence is not None:
             choice.stop_reason = reply.stop_sequence
-        last = self._chunk_start + wire.encode(choice) + self._chunk_end
+        last = self._chunk_start + raw_fields.encode(choice) + self._chunk_end
         if self._request.stream_usage:
-            last += self._chunk_start + b'],"usage":' + wire.encode(w.encode_usage(reply.usage)) + b"}\n\n"
+            last += self._chunk_start + b'],"usage":' + raw_fields.encode(w.encode_usage(reply.usage)) + b"}\n\n"
         return last + sse.encode_event(b"[DONE]")
 
     def error(self, error: ApiError) -> bytes:
         """No [DONE] after it: a client that overlooks the error must not take the text for whole."""
-        return sse.encode_event(openai_errors.encode_error_body(error))
+        return sse.encode_event(encode_error_body(error))
 
     def keep_alive(self) -> bytes:
         return sse.KEEP_ALIVE_COMMENT

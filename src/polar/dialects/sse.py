@@ -16,7 +16,7 @@ KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 class EventParser:
     """Cuts a byte stream into the `data` of its events, however the stream was cut into chunks.
 
-    `limit` bounds what one event may hold, so that a stream without line ends can't take all memory.
+    `max_event_bytes` bounds what one event may hold, so that a stream without line ends can't take all memory.
     """
 
     def __init__(self, max_event_bytes: int = 64 * 1024 * 1024) -> None:

@@ -11,16 +11,19 @@ long text is looked at. An empty answer is never right.
     number      its last number is the expected one, give or take `tolerance`
 """
 
+import asyncio
+import json
 import math
 import re
+import sys
 import unicodedata
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from polar.evaluators import pattern_search, settings, workspace_transfer
-from polar.evaluators.base import GradingContext, UngradableWorkError
-from polar.evaluators.workspace_transfer import RuntimePath
+from polar.evaluators.base import GradingContext, UngradableWorkError, parse_config
+from polar.evaluators.transfer import workspace
+from polar.evaluators.transfer.workspace import RuntimePath
 from polar.records.session import Verdict
 from polar.records.task import RequestModel
 
@@ -37,6 +40,15 @@ _NUMBER_PATTERN = re.compile(
 _ANSWER_LINE_PATTERN = re.compile(
     r"[\s#>*_]*(?:the )?(?:final )?answer\s*[*_]*(?::| is\b:?)[*_]*\s*(.*)", re.IGNORECASE
 )
+_SEARCH_TIMEOUT_SECONDS = 10.0
+_SEARCH_SCRIPT = """
+import json, re, sys
+pattern, text = json.load(sys.stdin)
+found = None
+for found in re.finditer(pattern, text):
+    pass
+json.dump(None if found is None else found[1 if found.re.groups else 0] or "", sys.stdout)
+"""
 
 
 class AnswerConfig(RequestModel):
@@ -81,7 +93,7 @@ class Answer:
     needs_fresh_runtime: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.parse_config(AnswerConfig, config)
+        self._config = parse_config(AnswerConfig, config)
 
     async def evaluate(self, work: GradingContext) -> Verdict:
         try:
@@ -89,7 +101,7 @@ class Answer:
             matches = answer is not None and answer.strip() != "" and await self._matches(answer)
         except UngradableWorkError as error:
             return Verdict(0.0, detail={"why": str(error)})
-        except pattern_search.SearchTimeoutError as error:
+        except SearchTimeoutError as error:
             return Verdict(0.0, detail={"why": f"The agent's text can't be searched: {error}."})
         return Verdict(float(matches), detail={"answer": None if answer is None else answer[:_MAX_SHOWN_CHARS]})
 
@@ -97,9 +109,9 @@ class Answer:
         if self._config.file is None:
             return work.answer
         here = work.scratch / "answer"
-        await workspace_transfer.get(
+        await workspace.get(
             work.agent_runtime,
-            workspace_transfer.to_absolute(work.agent_runtime, self._config.file),
+            workspace.to_absolute(work.agent_runtime, self._config.file),
             here,
             _MAX_FILE_BYTES,
         )
@@ -109,7 +121,7 @@ class Answer:
 
     async def _extract_answer(self, text: str) -> str | None:
         if self._config.pattern is not None:
-            return await pattern_search.find_last_match(self._config.pattern, text)
+            return await find_last_match(self._config.pattern, text)
         return extract_answer(text)
 
     async def _matches(self, answer: str) -> bool:
@@ -117,7 +129,7 @@ class Answer:
         if config.match == "exact":
             return answer.strip() in {expected.strip() for expected in config.expected}
         if config.match == "regex":
-            return any([await pattern_search.find_last_match(one, answer) is not None for one in config.expected])
+            return any([await find_last_match(one, answer) is not None for one in config.expected])
         if config.match == "number":
             found = extract_last_number(answer)
             return found is not None and any(self._is_near(found, expected) for expected in config.expected)
@@ -171,3 +183,32 @@ def extract_last_number(text: str) -> float | None:
     except ZeroDivisionError:
         return None
     return value if math.isfinite(value) else None
+
+
+# A pattern of the task's over an agent's text, which can make an innocent one search for years. Python can't break a
+# search off: it is done by a process of its own, which has a time limit.
+
+
+class SearchTimeoutError(Exception):
+    """The text keeps the pattern busy."""
+
+
+async def find_last_match(pattern: str, text: str) -> str | None:
+    """The first group of the last match, or all of it where there is no group; None where nothing matches."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", "-c", _SEARCH_SCRIPT, stdin=pipe, stdout=pipe
+    )
+    try:
+        async with asyncio.timeout(_SEARCH_TIMEOUT_SECONDS):
+            said, _ = await process.communicate(json.dumps([pattern, text]).encode())
+    except TimeoutError as error:
+        raise SearchTimeoutError(f"the pattern was not done after {_SEARCH_TIMEOUT_SECONDS:g} seconds") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        raise RuntimeError(f"The search for {pattern!r} ended with {process.returncode}.")
+    found: str | None = json.loads(said)
+    return found

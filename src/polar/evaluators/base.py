@@ -15,15 +15,17 @@ outside and the grader's own put over them.
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from msgspec import Struct, field
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from polar.config import JudgeSettings
-from polar.errors import PolarError
+from polar.errors import ConfigError, PolarError
 from polar.records.exchange import Exchange
 from polar.records.session import Evidence, Verdict
-from polar.records.task import TaskRequest
+from polar.records.task import RequestModel, TaskRequest
 from polar.runtimes.base import Runtime
 
 EndReason = Literal["finished", "timeout", "length"]
@@ -32,9 +34,8 @@ EndReason = Literal["finished", "timeout", "length"]
 class Outcome(Struct, frozen=True):
     """How the harness's run ended."""
 
-    end_reason: EndReason = field(
-        name="ended"
-    )  # by itself; by the task's seconds; by its turns or tokens, or the model's context
+    # by itself; by the task's seconds; by its turns or tokens, or the model's context
+    end_reason: EndReason = field(name="ended")
     exit_code: int | None  # None where it was killed
     seconds: float
     out_of_memory: bool = False
@@ -91,7 +92,7 @@ class Evaluator(Protocol):
     """Made with the task's `config` for it; raises ConfigError where that can't be used, naming the field."""
 
     needs_fresh_runtime: ClassVar[bool]
-    """Whether it calls `fresh`: then one is made ready while the agent still runs."""
+    """Whether it calls `create_fresh_runtime`: then one is made ready while the agent still runs."""
 
     # An evaluator may also have `private_paths: Sequence[str]`, absolute or of the workspace: where its own files will
     # stand. An agent that names one before anything has shown it to the agent is recorded as having looked for it.
@@ -99,3 +100,67 @@ class Evaluator(Protocol):
     def __init__(self, config: dict[str, Any]) -> None: ...
 
     async def evaluate(self, work: GradingContext) -> Verdict: ...
+
+
+_Config = TypeVar("_Config", bound=RequestModel)
+_UNKNOWN_FIELD = "extra_forbidden"
+_UPLOAD_TYPES = ("upload_file", "upload_dir")
+_MESSAGES = {
+    _UNKNOWN_FIELD: "there is no such field",
+    "missing": "it must be given",
+    "string_type": "it must be text",
+    "float_type": "it must be a number",
+    "float_parsing": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "int_type": "it must be a whole number",
+    "int_parsing": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "bool_type": "it must be true or false",
+    "bool_parsing": "it must be true or false",
+    "list_type": "it must be a list",
+    "dict_type": "it must be a table",
+    "model_type": "it must be a table",
+    "model_attributes_type": "it must be a table",
+    "greater_than": "it must be greater than {gt:g}",
+    "greater_than_equal": "it must be {ge:g} or more",
+    "literal_error": "it must be {expected}",
+    "too_short": "it is empty",
+    "string_too_short": "it is empty",
+    "union_tag_not_found": f"its `type` is missing: {' or '.join(_UPLOAD_TYPES)}",
+    "union_tag_invalid": f"its `type` must be {' or '.join(_UPLOAD_TYPES)}",
+}
+
+
+def parse_config(model: type[_Config], config: dict[str, Any]) -> _Config:
+    """Reads an evaluator's part of the task into its model. Raises ConfigError, which names the field: one that isn't
+    known before any other, as a misspelt field is why another is missing."""
+    try:
+        return model.model_validate(config)
+    except ValidationError as error:
+        problem = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN_FIELD)
+        raise ConfigError(f"{_format_field(problem)}: {_format_message(problem)}.") from error
+
+
+def _format_field(problem: ErrorDetails) -> str:
+    """As it is written in the task: which form of several was tried is pydantic's word."""
+    steps = problem["loc"][:1] if _is_in_union(problem) else problem["loc"]
+    written = (
+        str(step)
+        for before, step in zip(("", *steps), steps, strict=False)
+        if not (isinstance(before, int) and step in _UPLOAD_TYPES)
+    )
+    return ".".join(("config", *written))
+
+
+def _format_message(problem: ErrorDetails) -> str:
+    if _is_in_union(problem):
+        return "it must be text, or a list of words"
+    known = _MESSAGES.get(problem["type"])
+    if known is None:
+        return problem["msg"].removeprefix("Value error, ").rstrip(".")
+    return known.format_map(problem.get("ctx", {}))
+
+
+def _is_in_union(problem: ErrorDetails) -> bool:
+    """A command is text, or a list."""
+    return problem["loc"][:1] in (("command",), ("test_command",)) and len(problem["loc"]) > 1

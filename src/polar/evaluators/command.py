@@ -26,9 +26,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from polar.evaluators import settings, workspace_transfer
-from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
-from polar.evaluators.workspace_transfer import RuntimePath, TransferConfig
+from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError, parse_config
+from polar.evaluators.transfer import workspace
+from polar.evaluators.transfer.workspace import RuntimePath, TransferConfig
 from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import CommandResult, Runtime, SandboxError
 
@@ -70,7 +70,7 @@ class CommandConfig(TransferConfig):
 
     def list_import_folders(self) -> list[str]:
         line = self.command if isinstance(self.command, str) else " ".join(self.command)
-        return [self.cwd or "."] if workspace_transfer.imports_from_cwd(line) else []
+        return [self.cwd or "."] if workspace.imports_from_cwd(line) else []
 
 
 class _CommandRun(Struct, frozen=True):
@@ -86,14 +86,14 @@ class Command:
     needs_fresh_runtime: ClassVar[bool] = True
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.parse_config(CommandConfig, config)
+        self._config = parse_config(CommandConfig, config)
         files = [file.target for file in self._config.files]
         self.private_paths = [*files, *filter(None, [self._config.reward_file])]
 
     async def evaluate(self, work: GradingContext) -> Verdict:
         evidence: list[Evidence] = []
         try:
-            grading = await workspace_transfer.prepare_grading(work, self._config, self._env(work))
+            grading = await workspace.prepare_grading(work, self._config, self._env(work))
             evidence = grading.evidence
             work.evidence.extend(evidence)
             ran = await self._run(work, grading.runtime, "evaluator.log")
@@ -107,7 +107,7 @@ class Command:
         """Raises GraderError where the command can't do its work, whatever the agent did."""
         if ran.lacks_reward:
             runtime = await work.create_fresh_runtime()
-            await workspace_transfer.upload_grader_files(work, runtime, self._config)
+            await workspace.upload_grader_files(work, runtime, self._config)
             if (await self._run(work, runtime, "evaluator-without-agent.log")).lacks_reward:
                 raise GraderError("config.command ends with 0 and writes no number into its reward_file.")
         elif ran.completed.exit_code == _EXIT_NOT_FOUND and (program := self._find_program(work)) is not None:
@@ -129,11 +129,11 @@ class Command:
     async def _run(self, work: GradingContext, runtime: Runtime, log: str) -> _CommandRun:
         config = self._config
         if config.reward_file is not None:
-            await workspace_transfer.create_empty_file(work, runtime, config.reward_file, config)
+            await workspace.create_empty_file(work, runtime, config.reward_file, config)
         completed = await runtime.run(
             ["sh", "-c", config.command] if isinstance(config.command, str) else config.command,
             env=self._env(work),
-            cwd=None if config.cwd is None else workspace_transfer.to_absolute(runtime, config.cwd),
+            cwd=None if config.cwd is None else workspace.to_absolute(runtime, config.cwd),
             timeout=config.timeout_seconds,
             output=work.logs / log,
         )
@@ -154,9 +154,7 @@ class Command:
             return float(completed.exit_code == 0)
         here = work.scratch / f"reward-{runtime.id}"
         try:
-            await workspace_transfer.get(
-                runtime, workspace_transfer.to_absolute(runtime, config.reward_file), here, _MAX_REWARD_BYTES
-            )
+            await workspace.get(runtime, workspace.to_absolute(runtime, config.reward_file), here, _MAX_REWARD_BYTES)
             return parse_number(here.read_text())
         except (UngradableWorkError, UnicodeDecodeError, IsADirectoryError):
             return None

@@ -1,12 +1,12 @@
 """`harbor`: a Harbor task's tests, run over what the agent left of the whole machine.
 
 Harbor's tests look at more than the workspace. They run in a runtime that no agent has been in, over those of the
-agent's changes that count (layer.py): the workspace, folders of the root that are not the system's, and the paths that
-the task names in `system_paths`, for what it is about in /etc, /opt, /usr and the like. What programs read or load by
-themselves is as the task prepared it. The tests come to /tests; bash runs /tests/test.sh in the workspace, and reads it
-as a whole before its first command, so that code of the agent's can't add to it meanwhile. The reward is read from
-outside, when every process is dead: /logs/verifier/reward.json, or else reward.txt, as in Harbor. Of several named
-numbers it is `reward`, or the one that `reward_key` names.
+agent's changes that count (transfer/system.py): the workspace, folders of the root that are not the system's, and the
+paths that the task names in `system_paths`, for what it is about in /etc, /opt, /usr and the like. What programs read
+or load by themselves is as the task prepared it. The tests come to /tests; bash runs /tests/test.sh in the workspace,
+and reads it as a whole before its first command, so that code of the agent's can't add to it meanwhile. The reward is
+read from outside, when every process is dead: /logs/verifier/reward.json, or else reward.txt, as in Harbor. Of several
+named numbers it is `reward`, or the one that `reward_key` names.
 
 Where there is no reward Harbor has an error. Here the tests run once more where no agent has been. If they give none
 there either and end well, or can't be started (126, 127), the task's grader is broken (GraderError); otherwise it was
@@ -29,10 +29,9 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Struct
 from pydantic import AfterValidator, AliasChoices, Field, field_validator
 
-from polar.evaluators import settings
-from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
-from polar.evaluators.system_transfer import transfer_changes
-from polar.evaluators.workspace_transfer import explain_put_error, get, imports_from_cwd, remove_folder
+from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError, parse_config
+from polar.evaluators.transfer.system import transfer_changes
+from polar.evaluators.transfer.workspace import explain_put_error, get, imports_from_cwd, remove_folder
 from polar.records.session import Evidence, Verdict
 from polar.records.task import RequestModel
 from polar.runtimes.base import CommandResult, CorruptedRuntimeError, Runtime, SandboxError, TransferTooLargeError
@@ -83,7 +82,7 @@ class Harbor:
     paths: ClassVar[tuple[str, ...]] = ("tests",)  # of its config, on this machine
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.parse_config(HarborConfig, config)
+        self._config = parse_config(HarborConfig, config)
 
     async def evaluate(self, work: GradingContext) -> Verdict:
         tests = Path(self._config.tests)

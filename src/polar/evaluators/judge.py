@@ -26,10 +26,10 @@ from msgspec import Struct
 from pydantic import Field, model_validator
 
 from polar.config import JudgeSettings
-from polar.evaluators import settings, workspace_transfer
-from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
-from polar.evaluators.links import escape_path
-from polar.evaluators.workspace_transfer import RuntimePath, TransferConfig
+from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError, parse_config
+from polar.evaluators.transfer import workspace
+from polar.evaluators.transfer.links import escape_path
+from polar.evaluators.transfer.workspace import RuntimePath, TransferConfig
 from polar.records.session import Evidence, Verdict
 from polar.records.task import RequestModel
 
@@ -109,7 +109,7 @@ class Judge:
     needs_fresh_runtime: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.parse_config(JudgeConfig, config)
+        self._config = parse_config(JudgeConfig, config)
 
     async def evaluate(self, work: GradingContext) -> Verdict:
         judge = work.judges.get(self._config.judge)
@@ -182,7 +182,7 @@ class Judge:
         shown: list[tuple[str, str]] = []
         for path in self._config.include:
             try:
-                taken = await workspace_transfer.collect_artifacts(work, TransferConfig(artifacts=[path]))
+                taken = await workspace.collect_artifacts(work, TransferConfig(artifacts=[path]))
             except UngradableWorkError as error:
                 shown.append((f"the file {path}", f"(It can't be shown: {error})"))
                 continue

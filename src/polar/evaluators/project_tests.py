@@ -1,10 +1,10 @@
 """`tests`: named tests that must pass, or keep passing, over what the agent changed.
 
 The agent's changes are laid over a runtime that no agent has been in, without those to tests and to what configures
-them (protecting.py): tests of the usual names, those that the task names, and the program that runs them. Then come the
-grader's own files. The reward is 1 where every named test passed; a test that
-isn't there has failed. With `partial` it is the share of `must_pass` that passed, times that of `must_keep`. Where
-none is named, all tests that are found must pass.
+them (transfer/protected_files.py): tests of the usual names, those that the task names, and the program that runs them.
+Then come the grader's own files. The reward is 1 where every named test passed; a test that isn't there has failed.
+With `partial` it is the share of `must_pass` that passed, times that of `must_keep`. Where none is named, all tests
+that are found must pass.
 
     results = "pytest"      pytest, or unittest where `command` is such a program, run by reporter.py (default)
     results = "junit"       `command` is any program, which writes JUnit files to `result_files`
@@ -25,13 +25,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 from pydantic import AliasChoices, Field, model_validator
 
-from polar.evaluators import protected_files, results, settings, signed_run
-from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
-from polar.evaluators.links import escape_path, is_below
-from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig
+from polar.evaluators import results, signed_run
+from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError, parse_config
 from polar.evaluators.results import BrokenResultsError, RunResults
 from polar.evaluators.signed_run import Isolation, RunnerCommand, SignedRun
-from polar.evaluators.workspace_transfer import (
+from polar.evaluators.transfer import protected_files
+from polar.evaluators.transfer.links import escape_path, is_below
+from polar.evaluators.transfer.protected_files import ProtectedFiles, ProtectionConfig
+from polar.evaluators.transfer.workspace import (
     GraderFile,
     RuntimePath,
     TransferConfig,
@@ -98,7 +99,7 @@ class ProjectTests:
     needs_fresh_runtime: ClassVar[bool] = True
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.parse_config(ProjectTestsConfig, config)
+        self._config = parse_config(ProjectTestsConfig, config)
         self.private_paths = [file.target for file in self._config.files]
         self._named_tests = [*self._config.must_pass, *self._config.must_keep]
         self._runner_command = None

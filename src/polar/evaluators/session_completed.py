@@ -3,8 +3,7 @@ agent that gives up at once completes its session, too."""
 
 from typing import Any, ClassVar
 
-from polar.evaluators import settings
-from polar.evaluators.base import GradingContext
+from polar.evaluators.base import GradingContext, parse_config
 from polar.records.session import Verdict
 from polar.records.task import RequestModel
 
@@ -13,7 +12,7 @@ class SessionCompleted:
     needs_fresh_runtime: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any]) -> None:
-        settings.parse_config(RequestModel, config)
+        parse_config(RequestModel, config)
 
     async def evaluate(self, work: GradingContext) -> Verdict:
         outcome = work.outcome

@@ -18,9 +18,9 @@ from msgspec import Struct
 from polar.errors import ConfigError
 from polar.evaluators import results
 from polar.evaluators.base import GraderError, UngradableWorkError
-from polar.evaluators.links import is_below
 from polar.evaluators.results import BrokenResultsError, RunResults
-from polar.evaluators.workspace_transfer import MissingArtifactError, explain_put_error, get
+from polar.evaluators.transfer.links import is_below
+from polar.evaluators.transfer.workspace import MissingArtifactError, explain_put_error, get
 from polar.records.session import Evidence
 from polar.runtimes.base import CommandResult, Runtime, SandboxError
 
@@ -32,6 +32,7 @@ UPLOADED_SCRIPTS = (
     "remote_modules.py",
     "remote_worker.py",
 )
+SCRIPTS_FOLDER = Path(__file__).parent / "sandbox"
 _CHECK_SECONDS = 120.0
 _MAX_RESULTS_BYTES = 256 << 20
 _MAX_LOG_TAIL_CHARS = 1000
@@ -241,7 +242,7 @@ def _write_scripts(folder: Path) -> None:
     folder.chmod(0o777)
     for name in UPLOADED_SCRIPTS:
         script = folder / name
-        script.write_bytes(Path(__file__).with_name(name).read_bytes())
+        script.write_bytes((SCRIPTS_FOLDER / name).read_bytes())
         script.chmod(0o644)
 
 

@@ -20,14 +20,15 @@ from msgspec.structs import replace
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from polar.errors import ConfigError
-from polar.evaluators import patch_paths, protected_files, results, settings, signed_run
-from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
-from polar.evaluators.links import escape_path
+from polar.evaluators import results, signed_run
+from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError, parse_config
 from polar.evaluators.project_tests import list_named_tests
-from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig, WorkspaceDiff
 from polar.evaluators.results import BrokenResultsError, RunResults
 from polar.evaluators.signed_run import RunnerCommand, SignedRun
-from polar.patches import MAX_PATCH_BYTES, make_patch
+from polar.evaluators.transfer import protected_files
+from polar.evaluators.transfer.links import escape_path
+from polar.evaluators.transfer.protected_files import ProtectedFiles, ProtectionConfig, WorkspaceDiff
+from polar.patches import MAX_PATCH_BYTES, list_patch_paths, make_patch
 from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import Runtime
 
@@ -76,8 +77,8 @@ class SweBench:
     needs_fresh_runtime: ClassVar[bool] = True
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.parse_config(SweBenchConfig, config)
-        self._patched_paths = patch_paths.list_paths(self._config.test_patch)
+        self._config = parse_config(SweBenchConfig, config)
+        self._patched_paths = list_patch_paths(self._config.test_patch)
         if not self._patched_paths:
             raise ConfigError("config.test_patch: it names no file; it must be in git's format.")
         self._runner_command = _insert_files(
@@ -90,7 +91,7 @@ class SweBench:
         """Those that are there once the patch is applied, and have tests."""
         support = ("conftest.py", "__init__.py")
         wanted = [
-            path for path in patch_paths.list_paths(self._config.test_patch, existing_only=True) if path.endswith(".py")
+            path for path in list_patch_paths(self._config.test_patch, existing_only=True) if path.endswith(".py")
         ]
         named = results.list_node_files([*self._config.fail_to_pass, *self._config.pass_to_pass])
         return list(dict.fromkeys([path for path in wanted if PurePosixPath(path).name not in support] + named))

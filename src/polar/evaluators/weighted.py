@@ -13,8 +13,8 @@ from msgspec import Struct
 from pydantic import Field
 
 from polar.errors import ConfigError
-from polar.evaluators import load_evaluator, settings
-from polar.evaluators.base import Evaluator, GraderError, GradingContext
+from polar.evaluators import load_evaluator
+from polar.evaluators.base import Evaluator, GraderError, GradingContext, parse_config
 from polar.records.session import Verdict
 from polar.records.task import EvaluatorRequest, RequestModel
 from polar.runtimes.base import Runtime
@@ -44,7 +44,7 @@ class Weighted:
     needs_fresh_runtime: bool
 
     def __init__(self, config: dict[str, Any]) -> None:
-        parts = settings.parse_config(WeightedConfig, config).parts
+        parts = parse_config(WeightedConfig, config).parts
         total = sum(part.weight for part in parts)
         self._parts: list[_Part] = []
         for number, part in enumerate(parts):

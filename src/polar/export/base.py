@@ -60,7 +60,7 @@ def session_group_id(session: Session) -> str:
 
 class Exporter(Protocol):
     """An instance writes one file. Its class takes no arguments, but for options of the command line (`tokenizer`) that
-    it names in `takes`."""
+    it names in `option_names`."""
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[ExportNeed]]
@@ -160,7 +160,7 @@ def trace_token_ids(trace: Trace) -> Ids:
 
 
 def pad_over_prompt(trace: Trace, values: NDArray[Any], *, fill: float = 0) -> list[Any]:
-    """Values of the response, with `prompt` for each token of the prompt before them."""
+    """Values of the response, with `fill` for each token of the prompt before them."""
     return [fill] * len(trace.prompt_ids) + list(values.tolist())
 
 

@@ -2,7 +2,7 @@
 
 Who divides: the trainer; its loss is a mean over all tokens that train, so tokens count and not rows. Advantages are
 the trainer's, over `n_samples_per_prompt` rows that stand together, so a session of several traces needs a baseline of
-its own: `polar.bridges.openrlhf_trainer` has it. `weight` comes along under `polar`, where the trainer does not look.
+its own: `polar.bridges.openrlhf.trainer` has it. `weight` comes along under `polar`, where the trainer does not look.
 
 What is lost: policy versions are under `polar` only. `prompt` names the task (the text is in the tokens), `label` is
 null. A reward of null asks the trainer for its reward model.

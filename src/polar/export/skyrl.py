@@ -23,7 +23,7 @@ class SkyRlExporter(SessionLines):
 
 
 def session_output(item: SessionItem, instance_id: str, repetition_id: int) -> dict[str, Any]:
-    """A session as a `GeneratorOutput` of JSON's types; SkyRL compares sessions of the same `instance`."""
+    """A session as a `GeneratorOutput` of JSON's types; SkyRL compares sessions of the same `instance_id`."""
     traces = item.trajectory.traces
     recorded = [logprobs_as_list(trace) for trace in traces]
     identity = {"instance_id": instance_id, "repetition_id": repetition_id}

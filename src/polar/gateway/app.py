@@ -15,7 +15,7 @@ from aiohttp import web
 
 from polar.config import Settings
 from polar.dialects.base import Dialect, RouteOperation
-from polar.dialects.wire import replace_lone_surrogates
+from polar.dialects.raw_fields import replace_lone_surrogates
 from polar.engines.fleet import EngineFleet
 from polar.errors import ApiError, ConfigError, EngineError, StoreError
 from polar.gateway import auth

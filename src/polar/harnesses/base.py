@@ -1,11 +1,15 @@
 """A harness preset: what a known agent needs to talk to the gateway instead of its provider, and what is known of its
-calls."""
+calls. Below, what presets share: settings, config files, MCP servers."""
 
+import json
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
 from msgspec import Struct, field
 
+from polar.errors import ConfigError
 from polar.records.exchange import ExchangeRole
 from polar.records.task import McpServer
 
@@ -100,3 +104,76 @@ class Harness(Protocol):
     def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
         """Runs an instruction headless, to its end. The first word is the executable's name."""
         ...
+
+
+# A task's `agent.settings`.
+
+
+class CommonSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """What every preset takes."""
+
+    args: list[str] = field(default_factory=list)
+    """Further words for its command line."""
+
+    json: bool = True
+    """Whether it writes its run as events, where it can; else what a person reads."""
+
+
+SettingsT = TypeVar("SettingsT", bound=Struct)
+
+
+def read_settings(harness: str, settings: dict[str, Any], kind: type[SettingsT]) -> SettingsT:
+    try:
+        return msgspec.convert(settings, kind)
+    except msgspec.ValidationError as error:
+        known = ", ".join(kind.__struct_fields__)
+        raise ConfigError(f"The settings of {harness} can't be used: {error}. It takes: {known}.") from error
+
+
+# Config files.
+
+
+def as_json(content: Any) -> str:
+    """Any: the content is a document in the harness's own format."""
+    return json.dumps(content, indent=2) + "\n"
+
+
+def toml_string(text: str) -> str:
+    """A JSON string is a TOML string, too, but for characters that either spells in its own way."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def write_setup(setup: HarnessSetup, home: Path) -> None:
+    for name, content in setup.files.items():
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+
+
+# MCP servers, as config files write them.
+
+
+def resolve_transport(server: McpServer) -> Literal["stdio", "http", "sse"]:
+    return server.transport or ("stdio" if server.command is not None else "http")
+
+
+def build_server_table(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
+    """The table that most of them have. Any: a document in their format."""
+    return {server.name: _entry(server) for server in servers}
+
+
+def _entry(server: McpServer) -> dict[str, Any]:
+    if server.command is not None:
+        return {"type": "stdio", "command": server.command, "args": server.args, "env": server.env}
+    return {"type": resolve_transport(server), "url": server.url, "headers": server.headers}
+
+
+def build_google_server_table(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
+    """The same in gemini-cli's format, which qwen-code has as well: the field says the transport."""
+    return {server.name: _google_entry(server) for server in servers}
+
+
+def _google_entry(server: McpServer) -> dict[str, Any]:
+    if server.command is not None:
+        return {"command": server.command, "args": server.args, "env": server.env}
+    return {"url" if resolve_transport(server) == "sse" else "httpUrl": server.url, "headers": server.headers}

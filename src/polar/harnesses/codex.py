@@ -11,10 +11,17 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from polar.errors import ConfigError
-from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
-from polar.harnesses.files import toml_string
-from polar.harnesses.mcp import resolve_transport
-from polar.harnesses.settings import CommonSettings, read_settings
+from polar.harnesses.base import (
+    CallPatterns,
+    CommonSettings,
+    HarnessSetup,
+    Package,
+    RolePattern,
+    SetupRequest,
+    read_settings,
+    resolve_transport,
+    toml_string,
+)
 from polar.records.task import McpServer
 
 # Nothing is asked and nothing is boxed in: whoever runs the harness decides where it runs. Web search, a tool that the

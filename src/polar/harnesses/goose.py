@@ -15,9 +15,16 @@ from typing import Any, Literal
 import yaml
 
 from polar.errors import ConfigError
-from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
-from polar.harnesses.mcp import resolve_transport
-from polar.harnesses.settings import CommonSettings, read_settings
+from polar.harnesses.base import (
+    CallPatterns,
+    CommonSettings,
+    HarnessSetup,
+    Package,
+    RolePattern,
+    SetupRequest,
+    read_settings,
+    resolve_transport,
+)
 from polar.records.task import McpServer
 
 _ROOT_FOLDER = ".goose"

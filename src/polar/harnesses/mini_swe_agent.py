@@ -10,8 +10,7 @@ Settings:
 from pathlib import PurePosixPath
 from typing import Any
 
-from polar.harnesses.base import CallPatterns, HarnessSetup, Package, SetupRequest
-from polar.harnesses.settings import CommonSettings, read_settings
+from polar.harnesses.base import CallPatterns, CommonSettings, HarnessSetup, Package, SetupRequest, read_settings
 
 _CONFIG_FOLDER = ".config/mini-swe-agent"
 

@@ -12,9 +12,16 @@ Settings:
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
-from polar.harnesses.files import as_json
-from polar.harnesses.settings import CommonSettings, read_settings
+from polar.harnesses.base import (
+    CallPatterns,
+    CommonSettings,
+    HarnessSetup,
+    Package,
+    RolePattern,
+    SetupRequest,
+    as_json,
+    read_settings,
+)
 from polar.records.task import McpServer
 
 # The libraries that speak these APIs are part of opencode.

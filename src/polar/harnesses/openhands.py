@@ -14,10 +14,16 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
-from polar.harnesses.files import as_json
-from polar.harnesses.mcp import resolve_transport
-from polar.harnesses.settings import read_settings
+from polar.harnesses.base import (
+    CallPatterns,
+    HarnessSetup,
+    Package,
+    RolePattern,
+    SetupRequest,
+    as_json,
+    read_settings,
+    resolve_transport,
+)
 from polar.records.task import McpServer
 
 _CONFIG_FOLDER = ".openhands"

@@ -8,10 +8,17 @@ Settings:
 from pathlib import PurePosixPath
 from typing import Any
 
-from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
-from polar.harnesses.files import as_json
-from polar.harnesses.mcp import build_google_server_table
-from polar.harnesses.settings import CommonSettings, read_settings
+from polar.harnesses.base import (
+    CallPatterns,
+    CommonSettings,
+    HarnessSetup,
+    Package,
+    RolePattern,
+    SetupRequest,
+    as_json,
+    build_google_server_table,
+    read_settings,
+)
 
 
 class QwenCode:

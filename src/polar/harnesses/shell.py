@@ -13,8 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from polar.errors import ConfigError
-from polar.harnesses.base import CallPatterns, HarnessSetup, Package, SetupRequest
-from polar.harnesses.settings import read_settings
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, SetupRequest, read_settings
 
 _INSTRUCTION_PLACEHOLDER = "{{INSTRUCTION}}"
 

@@ -20,12 +20,10 @@ from polar.engines.fleet import EngineFleet
 from polar.errors import ConfigError
 from polar.gateway.session_registry import SessionRegistry
 from polar.node.finished_session import FinishedSession
-from polar.node.runtime_backends import RuntimeBackends
+from polar.node.runtime_pool import RuntimeBackends, WarmPool, WorkspaceSnapshots
 from polar.node.session_run import NodeContext, SessionRun
 from polar.node.stages import Stage, StageName
 from polar.node.task_plan import TaskPlan, make_plan, prewarm_recipe
-from polar.node.warm_pool import WarmPool
-from polar.node.workspace_snapshots import WorkspaceSnapshots
 from polar.records.session import Verdict
 from polar.records.task import TaskRequest
 from polar.runtimes.base import SandboxError

@@ -10,10 +10,9 @@ import msgspec
 
 from polar.config import Settings
 from polar.data_plane import DataPlane
-from polar.node.keep_alive import KeepAlive
 from polar.node.node import Node
-from polar.node.remote_server import RemoteServer
-from polar.node.runtime_backends import RuntimeBackends
+from polar.node.remote_server import KeepAlive, RemoteServer
+from polar.node.runtime_pool import RuntimeBackends
 from polar.node.worker import Worker, WorkerContext
 from polar.rollout.protocol import RolloutServer
 

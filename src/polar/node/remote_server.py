@@ -1,5 +1,12 @@
-"""The rollout server, as a node sees it over HTTP (protocol.Server)."""
+"""The rollout server, as a node sees it over HTTP (protocol.RolloutServer); signs of life while the node is busy."""
 
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -7,7 +14,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from polar.errors import ConfigError
+from polar.errors import ConfigError, PolarError
 from polar.rollout.protocol import (
     FinishStatus,
     Heartbeat,
@@ -23,10 +30,15 @@ from polar.rollout.protocol import (
 
 T = TypeVar("T")
 
-_CONNECT_SECONDS = 5.0  # seconds
+_CONNECT_SECONDS = 5.0
 _COPY_SECONDS = 3600.0  # a copy of a session may be large, and the way to the server long
 _RESPONSE_SECONDS = 60.0  # a server that is alive answers every call within some beats
 _REFUSED_STATUSES = frozenset({400, 401, 403, 404, 413, 422})
+
+HANG_SECONDS = 60.0
+"""Seconds without a beat of the node's own after which its loop is taken to hang."""
+
+_LATE_BEATS = 1.5
 
 
 class RemoteServer:
@@ -109,3 +121,65 @@ def _detail(answer: bytes) -> str:
         return str(found["detail"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return answer[:200].decode(errors="replace")
+
+
+log = logging.getLogger(__name__)
+
+
+class KeepAlive:
+    """Signs of life of a node while its event loop is busy. Use as a context manager.
+
+    A node sends heartbeats from the loop that also serves its sessions' calls. Should that loop be busy for longer than
+    a beat, a thread repeats the last heartbeat with a connection of its own, so that the server does not take the node
+    for lost. The server's answer can be ignored: it says the same to the next heartbeat of the node itself. A loop that
+    is busy for a minute hangs; then nobody beats any more, and others get the node's sessions.
+    """
+
+    def __init__(self, connect: Callable[[], RemoteServer]) -> None:
+        """`connect` gives a connection to the server, to be opened in the thread."""
+        self._connect = connect
+        self._last_beat: tuple[float, float, str, Heartbeat] | None = None  # when, how often, by whom, what
+        self._started = threading.Event()
+        self._stop: Callable[[], object]
+        self._thread = threading.Thread(target=self._run, name="keep-alive", daemon=True)
+
+    def __enter__(self) -> "KeepAlive":
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._thread.join()
+
+    def record(self, node_id: str, beat: Heartbeat, seconds: float) -> None:
+        """The node beats by itself now, and will again in so many seconds."""
+        self._last_beat = (time.monotonic(), seconds, node_id, beat)
+
+    def forget(self) -> None:
+        """The node leaves."""
+        self._last_beat = None
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(self._watch())
+
+    async def _watch(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._stop = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        self._started.set()
+        async with self._connect() as server:
+            while True:
+                last = self._last_beat
+                if last is not None and _LATE_BEATS * last[1] < time.monotonic() - last[0] < HANG_SECONDS:
+                    await self._repeat(server, last)
+                await asyncio.sleep(0.1 if last is None else min(last[1] / 4, 0.5))
+
+    async def _repeat(self, server: RemoteServer, last: tuple[float, float, str, Heartbeat]) -> None:
+        _, seconds, node_id, beat = last
+        try:
+            async with asyncio.timeout(2 * seconds):
+                await server.heartbeat(node_id, beat)
+        except (PolarError, TimeoutError) as error:
+            log.debug("The server did not hear that this node is busy: %r", error)

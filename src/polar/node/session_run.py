@@ -29,15 +29,12 @@ from polar.gateway.meter import Meter
 from polar.gateway.session_registry import SessionRegistry
 from polar.harnesses import build_environment
 from polar.harnesses.base import SetupRequest
-from polar.node.finished_session import FinishedSession, check_verdict, to_document, to_printable
-from polar.node.grading_work import GradingWork, find_main_calls
+from polar.node.finished_session import FinishedSession, SessionFolder, check_verdict, to_document, to_printable
+from polar.node.grading import GradingWork, apply_policy, bound_evidence, find_main_calls
 from polar.node.probes import GraderPathProbes
-from polar.node.session_folder import SessionFolder
+from polar.node.runtime_pool import MAX_WORKSPACE_BYTES, WarmPool, WorkspaceSnapshots
 from polar.node.stages import Stage, StageName, StageTiming
-from polar.node.tamper_policy import apply_policy, bound_evidence
 from polar.node.task_plan import TaskPlan
-from polar.node.warm_pool import WarmPool
-from polar.node.workspace_snapshots import MAX_WORKSPACE_BYTES, WorkspaceSnapshots
 from polar.patches import make_patch
 from polar.records.exchange import Exchange
 from polar.records.session import Evidence, Session, Verdict

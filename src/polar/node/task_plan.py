@@ -1,8 +1,11 @@
 """A task that can be run here: what its names stand for is found before the first of its sessions begins."""
 
+import asyncio
 import shutil
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from cachetools import LRUCache
 from msgspec import Struct
 from pydantic import ValidationError
 
@@ -14,9 +17,10 @@ from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
 from polar.harnesses.cache import Installation, cache_folder, find_installation
 from polar.node.probes import upload_targets
-from polar.node.warm_pool import RuntimeRecipe
+from polar.node.runtime_pool import RuntimeRecipe
 from polar.plugins import load
 from polar.records.task import AgentRequest, RuntimeRequest, Step, TaskRequest
+from polar.rollout.protocol import Lease
 from polar.runtimes import seccomp
 from polar.runtimes.base import Limits, Mount, Network, RuntimeSpec
 
@@ -136,3 +140,29 @@ def _runtime_spec(
         mounts=mounts,
         seccomp=filtered,
     )
+
+
+_MAX_PLANS = 256
+
+
+class PlanCache:
+    """Plans of the tasks that a rollout server gives to this node. Samples of a task share one."""
+
+    def __init__(self, plan: Callable[[TaskRequest], Awaitable[TaskPlan]]) -> None:
+        self._plan = plan
+        self._plans: LRUCache[str, asyncio.Future[TaskPlan]] = LRUCache(_MAX_PLANS)
+
+    async def get(self, lease: Lease) -> TaskPlan:
+        """Raises ConfigError where the task can't be run here."""
+        planning = self._plans.get(lease.digest)
+        if planning is None:
+            try:
+                task = TaskRequest.model_validate_json(bytes(lease.request))
+            except ValidationError as error:
+                raise ConfigError(f"This node can't read the task; is it older than the server? {error}") from error
+            planning = self._plans[lease.digest] = asyncio.ensure_future(self._plan(task))
+        try:
+            return await asyncio.shield(planning)
+        except Exception:
+            self._plans.pop(lease.digest, None)  # what is missing may be there the next time
+            raise

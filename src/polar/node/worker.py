@@ -1,10 +1,10 @@
-"""A node at work for a rollout server: it leases sessions, runs them, shows that it lives, and tells what came of them.
+"""A node at work for a rollout server: it leases sessions, runs them, sends heartbeats and reports results.
 
-    lease ─► plan ─► submit ─► Finished ─► outbox ─► finish
+    lease ─► plan ─► submit ─► FinishedSession ─► outbox ─► finish
 
-The server may be here or elsewhere (protocol.Server), and may be away for a while: sessions go on meanwhile, and what
-has ended waits in the outbox. Each lease is held from when it comes until the server has answered to its end, or has
-said that it is lost. What is lost is cancelled here, and nobody hears of it.
+The server may be here or elsewhere (protocol.RolloutServer), and may be away for a while: sessions go on meanwhile, and
+what has ended waits in the outbox. Each lease is held from when it comes until the server has answered to its end, or
+has said that it is lost. A lost session is cancelled here, and its result is dropped.
 """
 
 import asyncio
@@ -17,11 +17,9 @@ from msgspec import Struct
 
 from polar.engines.desired_state import DesiredEngines
 from polar.errors import ConfigError, PolarError, StoreError
-from polar.node.engine_follower import EngineFollower, EngineProblems
 from polar.node.finished_session import FinishedSession
-from polar.node.keep_alive import KeepAlive
-from polar.node.plan_cache import PlanCache
-from polar.node.task_plan import TaskPlan
+from polar.node.remote_server import KeepAlive
+from polar.node.task_plan import PlanCache, TaskPlan
 from polar.records.session import NOT_RUNNABLE
 from polar.records.task import TaskRequest
 from polar.rollout.protocol import (
@@ -42,6 +40,10 @@ from polar.rollout.protocol import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+EngineProblems = dict[str, list[str]]
+"""By run: what of the wanted engines could not be had."""
+
 
 _MAX_BATCH = 128  # ends that are told at once
 _RESULT_REFUSED = "result_refused"  # why there is no reward: the server can't keep what was told of the end
@@ -86,9 +88,7 @@ class WorkerContext(Struct):
     stopped: list[str] = []  # of those that it replaces, the ones that had been told to end
     mark_ending: Callable[[], None] | None = None  # leaves a note that this one was told to end
     drain_seconds: float = 0.0  # that sessions may go on when the node is told to drain
-    stays_when_drained: bool = (
-        False  # drained, it takes no more sessions, but goes on following what is said of engines
-    )
+    stays_when_drained: bool = False  # drained, it takes no more sessions, but goes on following engines
 
 
 class _LeasedSession:
@@ -460,3 +460,50 @@ def _fill_outcome(ended: SessionOutcome, finished: FinishedSession, cancelled: s
     if finished.versions is not None:
         ended.oldest_version, ended.newest_version = finished.versions
     return ended
+
+
+class EngineFollower:
+    """Puts in force here what a rollout server wants of the engines.
+
+    `applied_generation` is in force, but for `problems`, which are tried again.
+    """
+
+    def __init__(
+        self, apply: Callable[[DesiredEngines], Awaitable[EngineProblems]], on_change: Callable[[], None]
+    ) -> None:
+        """`on_change` is called when there is something new to say of it."""
+        self._apply = apply
+        self._on_change = on_change
+        self._wanted_changed = asyncio.Event()
+        self.wanted = DesiredEngines(-1)
+        self.applied_generation = -1
+        self.problems: EngineProblems = {}
+
+    def set_wanted(self, engines: DesiredEngines) -> None:
+        self.wanted = engines
+        self._wanted_changed.set()
+
+    async def follow(self, retry_seconds: float) -> None:
+        """Runs until it is cancelled. What fails is tried again after so many seconds."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._wanted_changed.wait()
+                self._wanted_changed.clear()
+                self.problems = {}
+                # In a task of its own: an older one may still wait for calls to end.
+                tasks.create_task(self._apply_until_done(self.wanted, retry_seconds))
+
+    async def _apply_until_done(self, wanted: DesiredEngines, retry_seconds: float) -> None:
+        while True:
+            try:
+                problems = await self._apply(wanted)
+            except Exception as error:
+                log.exception("What is wanted of the engines could not be put in force")
+                problems = {run: [repr(error)] for run in wanted.pools}
+            if wanted is not self.wanted:
+                return
+            self.applied_generation, self.problems = wanted.generation, problems
+            self._on_change()
+            if not problems:
+                return
+            await asyncio.sleep(retry_seconds)

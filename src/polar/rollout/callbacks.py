@@ -23,8 +23,7 @@ from polar.config import ServerSettings
 from polar.errors import StoreError
 from polar.gateway.http import is_loopback
 from polar.rollout.events import EventBus
-from polar.rollout.queue_rows import parse_callback_url
-from polar.rollout.records import TaskRow
+from polar.rollout.queue.records import TaskRow, parse_callback_url
 from polar.rollout.result_pages import ResultPages
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from polar.errors import ConfigError, EngineError, PolarError
 from polar.rollout.events import EventBus
 from polar.rollout.lease_manager import LeaseManager
 from polar.rollout.queue import Queue
-from polar.rollout.run_registry import RunRegistry
+from polar.rollout.runs import RunRegistry
 from polar.store.base import Store
 
 
@@ -19,10 +19,10 @@ class NotAppliedYet(PolarError):
 
 class EngineController:
     def __init__(
-        self, policy: RunRegistry, leasing: LeaseManager, queue: Queue, store: Store, events: EventBus
+        self, run_registry: RunRegistry, lease_manager: LeaseManager, queue: Queue, store: Store, events: EventBus
     ) -> None:
-        self._policy = policy
-        self._leasing = leasing
+        self._run_registry = run_registry
+        self._lease_manager = lease_manager
         self._queue = queue
         self._store = store
         self._events = events
@@ -30,25 +30,25 @@ class EngineController:
 
     @property
     def engines(self) -> DesiredEngines:
-        return self._policy.engines
+        return self._run_registry.engines
 
     def replica_urls(self, run: str) -> list[str]:
-        return self._policy.replica_urls(run)
+        return self._run_registry.replica_urls(run)
 
     async def add_replica(self, run: str, url: str, version: int | None, seconds: float) -> None:
         url = normalize_engine_url(url)
-        for other, pool in self._policy.engines.pools.items():
+        for other, pool in self._run_registry.engines.pools.items():
             if other != run and any(replica.url == url for replica in pool.replicas):
                 raise ConfigError(f"{url} is an engine of the run {other}: what pauses one would pause the other.")
         if version is not None:
             await self._store.set_policy_versions({url: version})
-            self._policy.versions[url] = version
-        self._policy.add_replica(run, url)
+            self._run_registry.versions[url] = version
+        self._run_registry.add_replica(run, url)
         await self._apply_everywhere(run, "engines.changed", seconds)
 
     async def remove_replica(self, run: str, url: str, seconds: float) -> bool:
         """False where it is none of the run's own."""
-        if not self._policy.remove_replica(run, normalize_engine_url(url)):
+        if not self._run_registry.remove_replica(run, normalize_engine_url(url)):
             return False
         await self._apply_everywhere(run, "engines.changed", seconds)
         return True
@@ -56,14 +56,14 @@ class EngineController:
     async def set_version(self, run: str, version: int, url: str | None, seconds: float) -> bool:
         """The weights have changed. False where there is no such replica."""
         chosen = [
-            known for known in self._policy.replica_urls(run) if url is None or known == normalize_engine_url(url)
+            known for known in self._run_registry.replica_urls(run) if url is None or known == normalize_engine_url(url)
         ]
         if not chosen:
             return False
         versions = dict.fromkeys(chosen, version)
         await self._store.set_policy_versions(versions)
-        self._policy.versions.update(versions)
-        self._leasing.cancel_stale(run)
+        self._run_registry.versions.update(versions)
+        self._lease_manager.cancel_stale(run)
         await self._apply_everywhere(run, "policy.changed", seconds)
         return True
 
@@ -74,7 +74,7 @@ class EngineController:
             await self._apply_pause_modes(run, [mode], seconds)
 
     async def resume(self, run: str, seconds: float) -> None:
-        paused = self._policy.settings(run).paused
+        paused = self._run_registry.settings(run).paused
         if paused in ("freeze", "settle"):  # every node's calls hear of new weights before the first engine goes on
             await self._apply_pause_modes(run, ["settle", None], seconds)
         elif paused in ("sleep", "drain"):  # no node calls an engine before it is awake
@@ -89,7 +89,7 @@ class EngineController:
         for mode in modes:
             if self._pause_requests[run] != turn:
                 raise NotAppliedYet("Somebody else has paused or resumed generation meanwhile.")
-            self._policy.pause(run, mode)
+            self._run_registry.pause(run, mode)
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
                 await self._apply_everywhere(run, "policy.changed", left)
@@ -101,16 +101,19 @@ class EngineController:
     async def _apply_everywhere(self, run: str, kind: str, seconds: float) -> None:
         """Kept, told, and applied at every node that is alive. Raises NotAppliedYet, and EngineError where an engine
         does not do what it is told; it is tried again all the same."""
-        generation = self._policy.advance_generation()
-        await self._queue.save_run(run, self._policy.settings(run).encode())
+        generation = self._run_registry.advance_generation()
+        await self._queue.save_run(run, self._run_registry.settings(run).encode())
         self._events.publish(
-            kind, run=run, version=self._policy.newest_version(run), paused=self._policy.pool_state(run).paused
+            kind,
+            run=run,
+            version=self._run_registry.newest_version(run),
+            paused=self._run_registry.pool_state(run).paused,
         )
-        self._leasing.wake_all()
-        late = await self._leasing.wait_until_applied(generation, seconds)
+        self._lease_manager.wake_all()
+        late = await self._lease_manager.wait_until_applied(generation, seconds)
         if late:
             names = ", ".join(member.name for member in late)
             raise NotAppliedYet(f"Not in force yet at {names}: it will be, as soon as they answer.")
-        problems = [problem for one in self._leasing.members.values() for problem in one.problems.get(run, [])]
+        problems = [problem for one in self._lease_manager.members.values() for problem in one.problems.get(run, [])]
         if problems:
             raise EngineError(problems[0])

@@ -5,6 +5,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
+
+from msgspec import Struct
 
 from polar.config import ServerSettings
 from polar.engines.desired_state import DesiredEngines, DesiredPool
@@ -12,8 +15,8 @@ from polar.errors import StoreError
 from polar.records.session import NOT_RUNNABLE
 from polar.rollout.events import EventBus
 from polar.rollout.ledger import Ledger
-from polar.rollout.members import NodeMember
 from polar.rollout.protocol import (
+    CancelOrder,
     FinishStatus,
     Heartbeat,
     HeartbeatResponse,
@@ -25,17 +28,126 @@ from polar.rollout.protocol import (
     UnknownNode,
 )
 from polar.rollout.queue import Queue
-from polar.rollout.records import Lane, LeaseAllowance, TrackedLease, WorkChange
+from polar.rollout.queue.records import Lane, LeaseAllowance, TrackedLease, WorkChange
 from polar.rollout.results import result_form
-from polar.rollout.run_registry import RunRegistry
-from polar.rollout.runs import parse_staleness_limits
+from polar.rollout.runs import RunRegistry, parse_staleness_limits
 from polar.store.base import Store
 
 log = logging.getLogger(__name__)
 
 _UNLIMITED = 1 << 31
-_MAX_RETRY_SECONDS = 30.0  # seconds
+_MAX_RETRY_SECONDS = 30.0
 _MAX_REMEMBERED_NODES = 1000  # nodes that seem to have died
+
+
+class NodeView(Struct):
+    """What is shown of a node."""
+
+    node_id: str
+    name: str
+    backends: list[str]
+    slots: int
+    leases: int
+    load: dict[str, Any]
+    seen: float  # seconds ago
+    draining: bool
+
+
+class NodeMember:
+    """A node that is alive, as far as the server knows, and what it has.
+
+    It lives as long as it is heard of. Time is that of the event loop, which nobody can set; after a restart, and after
+    the server itself stood still, every node gets a full term anew.
+    """
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        self.registration: JoinRequest | None = None
+        """None: the database says that it has work, and it was not heard of yet."""
+        self.leases: dict[LeaseId, TrackedLease] = {}
+        self.cancelled: dict[LeaseId, str] = {}  # why
+        self.load: dict[str, Any] = {}
+        self.seen_generation = -1  # the generation of the engines that it has heard of
+        self.applied_generation = -1
+        self.problems: dict[str, list[str]] = {}  # by run
+        self.draining = False
+        self.ending = False  # somebody told it to end
+        self.lost = False
+        self.last_seen = asyncio.get_running_loop().time()
+        self._lifetime_recorded_at = self.last_seen
+        self._wake = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return self.registration.name if self.registration is not None else self.node_id
+
+    @property
+    def backends(self) -> frozenset[str]:
+        return frozenset(self.registration.backends) if self.registration is not None else frozenset()
+
+    @property
+    def slots(self) -> int:
+        return self.registration.slots if self.registration is not None else 0
+
+    def view(self) -> NodeView | None:
+        """None for one that was not heard of yet."""
+        joined = self.registration
+        if joined is None:
+            return None
+        return NodeView(
+            node_id=self.node_id,
+            name=joined.name,
+            backends=joined.backends,
+            slots=joined.slots,
+            leases=len(self.leases),
+            load=self.load,
+            seen=asyncio.get_running_loop().time() - self.last_seen,
+            draining=self.draining,
+        )
+
+    def mark_alive(self) -> None:
+        self.last_seen = asyncio.get_running_loop().time()
+
+    def take_lifetime(self) -> float:
+        """The seconds that it is known to have lived since the last time that this was asked."""
+        seconds, self._lifetime_recorded_at = self.last_seen - self._lifetime_recorded_at, self.last_seen
+        return seconds
+
+    def add_lease(self, tracked: TrackedLease) -> None:
+        """A lease of its own, which may be cancelled already."""
+        self.leases[tracked.lease_id] = tracked
+        if tracked.cancelled is not None:
+            self.cancel(tracked.lease_id, tracked.cancelled)
+
+    def cancel(self, held: LeaseId, reason: str) -> None:
+        if held in self.leases and held not in self.cancelled:
+            self.cancelled[held] = reason
+            self._wake.set()
+
+    def drop_lease(self, held: LeaseId) -> None:
+        self.cancelled.pop(held, None)
+        self.leases.pop(held, None)
+
+    def wake(self) -> None:
+        """There is something that it should hear of soon."""
+        self._wake.set()
+
+    async def next_orders(self, heartbeat: Heartbeat, generation: int, seconds: float) -> HeartbeatResponse:
+        """At once where there is something new; else when the time for the next beat has come."""
+        self.load = heartbeat.load
+        lost = [held for held in heartbeat.holding if held not in self.leases]
+        if not lost and not self._wake.is_set() and heartbeat.seen == generation:
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+        self._wake.clear()
+        return HeartbeatResponse(
+            lost=lost,
+            cancel=[CancelOrder(held, reason) for held, reason in self.cancelled.items()],
+            drain=self.draining,
+        )
 
 
 class LeaseManager:
@@ -43,25 +155,26 @@ class LeaseManager:
         self,
         queue: Queue,
         ledger: Ledger,
-        policy: RunRegistry,
+        run_registry: RunRegistry,
         events: EventBus,
         settings: ServerSettings,
         *,
         store: Store,
         store_id: str,
         schedule: Callable[[float, Callable[[], Awaitable[None]]], None],
-        recount: Callable[[], Awaitable[None]],
+        recount_if_uncertain: Callable[[], Awaitable[None]],
     ) -> None:
-        """`later` has something done after so many seconds; `recount` is for when the queue is in doubt."""
+        """`schedule` has something done after so many seconds. `recount_if_uncertain` counts the queue anew where a
+        commit may have been lost or made unnoticed."""
         self._queue = queue
         self._ledger = ledger
-        self._policy = policy
+        self._run_registry = run_registry
         self._events = events
         self._settings = settings
         self._store = store
         self._store_id = store_id
         self._schedule = schedule
-        self._recount = recount
+        self._recount_if_uncertain = recount_if_uncertain
         self._unrunnable: dict[tuple[str, str], tuple[Lane, set[str]]] = {}  # tasks, and the nodes that can't run them
         self._awaiting_retry: set[int] = set()  # work that waits for another try, and will get it
         self._lease_lock = asyncio.Lock()  # quotas are looked at and used up by one at a time
@@ -126,8 +239,7 @@ class LeaseManager:
         deadline = loop.time() + self._settings.beat_seconds
         while True:
             async with self._lease_lock:
-                if self._queue.is_uncertain:
-                    await self._recount()
+                await self._recount_if_uncertain()
                 if member.lost:  # while this waited: it must not get again what was just taken from it
                     raise UnknownNode(f"Node {node_id} is counted among the lost: join again.")
                 given = await self._lease_work(member, holding, room)
@@ -159,7 +271,8 @@ class LeaseManager:
             if counts.queued > 0 and lane.name in member.backends:
                 most = self._session_budget(lane.run, busy[lane.run])
                 if most > 0:
-                    version, isolates = self._policy.newest_version(lane.run), self._is_isolation_node(member, lane)
+                    version = self._run_registry.newest_version(lane.run)
+                    isolates = self._is_isolation_node(member, lane)
                     found.append(LeaseAllowance(lane, most, busy[lane.run], version, isolates))
         return found
 
@@ -180,7 +293,7 @@ class LeaseManager:
 
     def _session_budget(self, run: str, busy: int) -> int:
         """How many sessions of a run may begin now."""
-        quotas = self._policy.quotas(run)
+        quotas = self._run_registry.quotas(run)
         limits = [_UNLIMITED]
         if quotas.max_running is not None:
             limits.append(quotas.max_running - busy)
@@ -189,7 +302,7 @@ class LeaseManager:
         return min(limits)
 
     async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
-        """Whoever says it: the fence decides."""
+        """Accepts results from any node; only the current fencing token counts."""
         member = self.members.get(node_id)
         if member is not None:
             member.mark_alive()
@@ -247,7 +360,7 @@ class LeaseManager:
 
     def _record_staleness(self, outcome: SessionOutcome, tracked: TrackedLease) -> None:
         limits = parse_staleness_limits(tracked.request)
-        newest = self._policy.newest_version(tracked.lane.run)
+        newest = self._run_registry.newest_version(tracked.lane.run)
         oldest = tracked.version if outcome.oldest_version is None else outcome.oldest_version
         outcome.lag = None if oldest is None else newest - oldest
         outcome.stale = limits.is_stale(oldest, newest)
@@ -268,10 +381,10 @@ class LeaseManager:
         if reported != (member.seen_generation, member.applied_generation, member.problems):
             member.seen_generation, member.applied_generation, member.problems = reported
             await self._notify()
-        orders = await member.next_orders(heartbeat, self._policy.engines.generation, self._settings.beat_seconds)
+        orders = await member.next_orders(heartbeat, self._run_registry.engines.generation, self._settings.beat_seconds)
         if member.lost:
             raise UnknownNode(f"Node {node_id} was silent for too long: join again.")
-        engines = self._policy.engines
+        engines = self._run_registry.engines
         orders.engines = self._engines_for(node_id) if engines.generation != heartbeat.seen else None
         return orders
 
@@ -280,10 +393,10 @@ class LeaseManager:
         return self._cancel(lambda one: (one.lane.run, one.task_id) == (run, task_id), reason)
 
     def cancel_stale(self, run: str) -> None:
-        newest = self._policy.newest_version(run)
+        newest = self._run_registry.newest_version(run)
 
         def is_stale(tracked: TrackedLease) -> bool:
-            if self._policy.replica_urls(tracked.lane.run) != self._policy.replica_urls(run):
+            if self._run_registry.replica_urls(tracked.lane.run) != self._run_registry.replica_urls(run):
                 return False
             limits = parse_staleness_limits(tracked.request)
             return limits.on_stale == "cancel" and limits.is_stale(tracked.version, newest)
@@ -306,7 +419,7 @@ class LeaseManager:
     def _engines_for(self, node_id: str) -> DesiredEngines:
         """All nodes share the engines: one of them is enough to send them to sleep, and not every engine stands being
         told twice."""
-        engines = self._policy.engines
+        engines = self._run_registry.engines
         if node_id == self.sleep_node_id:
             return engines
         pools = {
@@ -385,7 +498,7 @@ class LeaseManager:
                 await self.remove_member(member, died=True)
 
     async def record_lifetimes(self, departed: dict[str, float] | None = None) -> None:
-        """Where nodes have died under some work: how long others live meanwhile (blame.py)."""
+        """Where nodes have died under some work: how long others live meanwhile (queue/selection.py)."""
         lived = {member.node_id: member.take_lifetime() for member in self.members.values() if member.registration}
         if self._tracks_lifetimes:
             self._tracks_lifetimes = await self._queue.record_lifetimes(lived | (departed or {}))

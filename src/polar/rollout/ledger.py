@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from polar.records.result import ResultUnit
 from polar.records.session import Evidence, is_suspicious
 from polar.rollout.events import EventBus
-from polar.rollout.records import Counts, Lane, TaskRow, Totals, WorkChange
+from polar.rollout.queue.records import Counts, Lane, TaskRow, Totals, WorkChange
 
 
 class QueueMetrics(Protocol):

@@ -13,12 +13,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+from cachetools import LRUCache
 
 from polar.records import wire
 from polar.records.result import ResultUnit, SuspiciousFilter
 from polar.records.session import SessionRecord, is_suspicious
 from polar.rollout.protocol import SessionOutcome
-from polar.rollout.records import TaskRow, WorkRow
+from polar.rollout.queue.records import TaskRow, WorkRow
 from polar.rollout.results import (
     ResultForm,
     render_ended_result,
@@ -39,6 +40,9 @@ MAX_PAGE_BYTES = 32 * 1024 * 1024
 
 _MAX_LISTED_SESSIONS = 1000
 """Sessions of a task that are shown one by one."""
+
+_MAX_FORMS = 1000
+"""Of tasks, kept from page to page."""
 
 
 class ResultSource(Protocol):
@@ -97,7 +101,7 @@ class ResultPages:
         self.checker = checker or SessionChecker()
         self._rows = rows
         self._store = store
-        self._forms: dict[tuple[str, str], ResultForm] = {}
+        self._forms: LRUCache[tuple[str, str], ResultForm] = LRUCache(_MAX_FORMS)
 
     async def stream_page(
         self,
@@ -251,14 +255,11 @@ class ResultPages:
     async def _result_form(self, row: WorkRow) -> ResultForm:
         """As the task has it."""
         key = row.run, row.task_id
-        found = self._forms.pop(key, None)
-        if found is None:
+        form = self._forms.get(key)
+        if form is None:
             task = await self._rows.task(*key)
-            found = ResultForm() if task is None else result_form(task.request)
-        self._forms[key] = found
-        if len(self._forms) > 1000:
-            del self._forms[next(iter(self._forms))]
-        return found
+            form = self._forms[key] = ResultForm() if task is None else result_form(task.request)
+        return form
 
 
 def _passes(row: WorkRow | TaskRow, suspicious: SuspiciousFilter) -> bool:

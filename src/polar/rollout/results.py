@@ -13,7 +13,7 @@ from polar.records.result import SessionStatus, TaskState
 from polar.records.session import Session
 from polar.records.trajectory import SessionPaths, TokenCounts, Trajectory
 from polar.rollout.protocol import SessionOutcome
-from polar.rollout.records import TaskRow
+from polar.rollout.queue.records import TaskRow
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.session import TRACE_BUILDER, build_trajectory
 

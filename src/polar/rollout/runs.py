@@ -1,12 +1,15 @@
-"""Runs: experiments that share one service. What each may use, and how far ahead of its trainer it may be."""
+"""Runs: experiments that share one service.
+
+What each may use, how far ahead of its trainer it may be, and which engines it has, with the policy that they hold.
+"""
 
 from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
 
-from polar.config import Compat
-from polar.engines.desired_state import PauseState
+from polar.config import DEFAULT_RUN, Compat
+from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
 
 
 class Quotas(Struct, frozen=True):
@@ -70,3 +73,91 @@ _staleness_decoder = msgspec.json.Decoder(StalenessLimits)
 def parse_staleness_limits(request: str) -> StalenessLimits:
     """Of a TaskRequest, as JSON."""
     return _staleness_decoder.decode(request)
+
+
+class RunRegistry:
+    """All runs, and the state that their engines are to be in, in memory.
+
+    Nodes put it in force (engines.desired_state). Whoever changes it stores the change.
+    """
+
+    def __init__(
+        self,
+        configured: list[str],
+        versions: dict[str, int],
+        runs: dict[str, RunSettings],
+        generation: int,
+        server: str,
+    ) -> None:
+        """`configured` are the replicas of the default run; `versions` are by URL, whatever run has it; `server` is the
+        id of the store where all of it is kept."""
+        self._configured = configured
+        self.versions = versions
+        self.runs = runs
+        self._generation = generation
+        self._server = server
+
+    @property
+    def engines(self) -> DesiredEngines:
+        pools = {
+            run: self.pool_state(run)
+            for run in {DEFAULT_RUN, *self.runs}
+            if run == DEFAULT_RUN or self._has_own_engines(run)
+        }
+        return DesiredEngines(self._generation, pools, self._server)
+
+    def advance_generation(self) -> int:
+        """To be called after every change: the generation that it belongs to."""
+        self._generation += 1
+        return self._generation
+
+    def pause(self, run: str, mode: PauseState | None) -> None:
+        settings = self.settings(run)
+        if mode == "freeze" and settings.paused not in ("freeze", "settle"):
+            settings.since = self._generation + 1
+        settings.paused = mode
+
+    def settings(self, run: str) -> RunSettings:
+        return self.runs.setdefault(run, RunSettings())
+
+    def quotas(self, run: str) -> Quotas:
+        return self.runs[run].quotas if run in self.runs else Quotas()
+
+    def compat(self, run: str) -> Compat | None:
+        return self.runs[run].compat if run in self.runs else None
+
+    def pool_state(self, run: str) -> DesiredPool:
+        settings = self.runs.get(run, RunSettings())
+        replicas = [DesiredReplica(url, self.versions.get(url, 0)) for url in self.replica_urls(run)]
+        return DesiredPool(replicas, settings.paused, settings.since)
+
+    def replica_urls(self, run: str) -> list[str]:
+        """A run's own replicas, else the default's."""
+        settings = self.runs.get(run, RunSettings())
+        if run != DEFAULT_RUN and not settings.added:
+            return self.replica_urls(DEFAULT_RUN)
+        configured = self._configured if run == DEFAULT_RUN else []
+        return [url for url in dict.fromkeys((*configured, *settings.added)) if url not in settings.removed]
+
+    def newest_version(self, run: str) -> int:
+        """The newest version that any of a run's replicas has."""
+        return max((self.versions.get(url, 0) for url in self.replica_urls(run)), default=0)
+
+    def _has_own_engines(self, run: str) -> bool:
+        return bool(self.runs[run].added)
+
+    def add_replica(self, run: str, url: str) -> None:
+        settings = self.settings(run)
+        settings.removed = [other for other in settings.removed if other != url]
+        if url not in self.replica_urls(run) or (run != DEFAULT_RUN and url not in settings.added):
+            settings.added = [*settings.added, url]
+
+    def remove_replica(self, run: str, url: str) -> bool:
+        """False where it is none of the run's."""
+        settings = self.settings(run)
+        if url not in (self.replica_urls(run) if run == DEFAULT_RUN else settings.added):
+            return False
+        settings.added = [other for other in settings.added if other != url]
+        if run == DEFAULT_RUN and url in self._configured:
+            settings.removed = [*settings.removed, url]
+        return True

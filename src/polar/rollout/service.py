@@ -1,7 +1,7 @@
 """The rollout service without its HTTP.
 
-    trainers ─► Rollout ─► Queue (the database: the truth) ◄─ Leasing ◄─ nodes
-                    Ledger: what is counted, and who waits        Steering ─► engines and policy, at every node
+    trainers ─► RolloutService ─► Queue (the database: the truth) ◄─ LeaseManager ◄─ nodes
+                    Ledger: what is counted, and who waits        EngineController ─► engines and policy, at every node
 
 What is in memory here can be made anew from the database by the next start.
 """
@@ -22,22 +22,25 @@ from polar.records.result import ResultUnit
 from polar.records.task import SEMANTICS, TaskRequest, TaskSemantics
 from polar.rollout.engine_controller import EngineController
 from polar.rollout.events import EventBus
-from polar.rollout.lease_manager import LeaseManager
+from polar.rollout.lease_manager import LeaseManager, NodeView
 from polar.rollout.ledger import Ledger
-from polar.rollout.members import NodeView, node_view
-from polar.rollout.queue import Queue
-from polar.rollout.records import ConsumerPosition, Lane, NewTask, TaskRow, WorkRow
+from polar.rollout.queue import Queue, QueueDatabase, Superseded
+from polar.rollout.queue.database import TransactionalStore
+from polar.rollout.queue.records import ConsumerPosition, Lane, NewTask, TaskRow, WorkRow
 from polar.rollout.results import task_status
-from polar.rollout.retention import Retention
-from polar.rollout.run_registry import RunRegistry
-from polar.rollout.runs import Quotas, RunSettings
-from polar.rollout.transactions import QueueDatabase, Superseded
+from polar.rollout.runs import Quotas, RunRegistry, RunSettings
 from polar.store.base import Store
 
 log = logging.getLogger(__name__)
 
-_RECOUNT_SECONDS = 60.0  # seconds
-_CHECKS_PER_TERM = 4  # a term, after silent nodes
+_RECOUNT_SECONDS = 60.0
+_CHECKS_PER_TERM = 4
+"""Looks for silent nodes in the time after which a silent node is lost."""
+_RETENTION_MARKS = 100
+"""In the time that results are kept."""
+_MAX_DELETED_TASKS = 50
+"""In one transaction: others write meanwhile."""
+_RETENTION_FACT = "retention"
 
 
 class SubmittedTask(Struct):
@@ -52,7 +55,7 @@ class RefusedTask(Struct):
     retry_after: float | None = None
 
 
-class RolloutStore(Store, QueueDatabase, Protocol):
+class RolloutStore(Store, TransactionalStore, Protocol):
     """A store that holds the queue, too."""
 
 
@@ -84,32 +87,36 @@ class RolloutService:
         self.ledger = Ledger(self.events)
         self.superseded = asyncio.Event()  # another server has taken over
         self.failed = asyncio.Event()  # something that it can't do without has ended
+        self._database: QueueDatabase
         self._queue: Queue
-        self._policy: RunRegistry
+        self._run_registry: RunRegistry
         self._consumers: dict[tuple[str, str], ConsumerPosition] = {}
         self._admission_lock = asyncio.Lock()  # what may be queued is looked at and used up by one at a time
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "RolloutService":
-        queue = self._queue = await Queue.open(self._store)
+        database = self._database = await QueueDatabase.open(self._store)
+        queue = self._queue = Queue(database)
         runs = {run: RunSettings.decode(text) for run, text in (await queue.runs()).items()}
         versions = await self._versions()  # only now: until then an older server may have set others
-        self._policy = RunRegistry(self._replicas, versions, runs, queue.epoch << 32, self._store_id)
+        self._run_registry = RunRegistry(self._replicas, versions, runs, database.epoch << 32, self._store_id)
         self.lease_manager = LeaseManager(
             queue,
             self.ledger,
-            self._policy,
+            self._run_registry,
             self.events,
             self._settings,
             store=self._store,
             store_id=self._store_id,
             schedule=self._schedule,
-            recount=self._recount,
+            recount_if_uncertain=self._recount_if_uncertain,
         )
-        self.engine_controller = EngineController(self._policy, self.lease_manager, queue, self._store, self.events)
+        self.engine_controller = EngineController(
+            self._run_registry, self.lease_manager, queue, self._store, self.events
+        )
         await queue.requeue(await queue.waiting_work())
         self._consumers = await queue.consumers()
-        queue.uncertain_commits += 1
+        database.uncertain_commits += 1  # nothing was counted yet
         await self._recount()
         self._schedule(0, self._maintain)
         if self._settings.retention_hours is not None:
@@ -166,7 +173,7 @@ class RolloutService:
         return [answers[number] for number in range(len(tasks))]
 
     def _semantics(self, run: str) -> TaskSemantics:
-        return SEMANTICS[self._policy.compat(run) or self._settings.compat]
+        return SEMANTICS[self._run_registry.compat(run) or self._settings.compat]
 
     async def _check_runnable(self, task: TaskRequest) -> RefusedTask | None:
         if self._check is not None:
@@ -177,9 +184,8 @@ class RolloutService:
         return None
 
     async def _check_queue_quota(self, task: TaskRequest, admitted_samples: int) -> RefusedTask | None:
-        if self._queue.is_uncertain:
-            await self._recount()
-        most = self._policy.quotas(task.run).max_queued
+        await self._recount_if_uncertain()
+        most = self._run_registry.quotas(task.run).max_queued
         queued = self.ledger.run_counts(task.run).queued + admitted_samples if most is not None else 0
         if most is not None and task.num_samples > most:
             error = f"It has {task.num_samples} samples, more than the run may have queued ({most}): raise its quota."
@@ -245,7 +251,7 @@ class RolloutService:
     # Runs and nodes
 
     async def set_quotas(self, run: str, quotas: Quotas) -> None:
-        settings = self._policy.settings(run)
+        settings = self._run_registry.settings(run)
         settings.quotas = quotas
         await self._queue.save_run(run, settings.encode())
         await self._count_untaken(run)
@@ -253,15 +259,15 @@ class RolloutService:
 
     async def set_compat(self, run: str, compat: Compat | None) -> None:
         """Whose meaning the run's tasks have that are submitted from now on; None: the server's."""
-        settings = self._policy.settings(run)
+        settings = self._run_registry.settings(run)
         settings.compat = compat
         await self._queue.save_run(run, settings.encode())
 
     def compat(self, run: str) -> Compat | None:
-        return self._policy.compat(run)
+        return self._run_registry.compat(run)
 
     def quotas(self) -> dict[str, Quotas]:
-        return {run: settings.quotas for run, settings in self._policy.runs.items()}
+        return {run: settings.quotas for run, settings in self._run_registry.runs.items()}
 
     def status(self) -> dict[str, dict[str, int]]:
         """By run: sessions in each state."""
@@ -276,36 +282,38 @@ class RolloutService:
                 "done": totals.ended,
                 "usable": totals.usable,
             }
-            if self._policy.quotas(run).max_ahead is not None:
+            if self._run_registry.quotas(run).max_ahead is not None:
                 found[run]["untaken"] = self.ledger.untaken[run]
         return found
 
     def nodes(self) -> list[NodeView]:
         """Those that run sessions."""
         return [
-            shown
-            for one in self.lease_manager.members.values()
-            if (shown := node_view(one)) is not None and shown.slots
+            shown for one in self.lease_manager.members.values() if (shown := one.view()) is not None and shown.slots
         ]
 
     # Looking after it
 
+    async def _recount_if_uncertain(self) -> None:
+        if self._database.is_uncertain:
+            await self._recount()
+
     async def _recount(self) -> None:
         """From time to time; and all that is in memory, where the queue is in doubt."""
-        doubts = self._queue.uncertain_commits
-        if self._queue.is_uncertain:
+        doubts = self._database.uncertain_commits
+        if self._database.is_uncertain:
             self.ledger.totals.update(await self._queue.totals())
             await self.lease_manager.restore()
             self.ledger.wake_all_readers()
             self.events.mark_lagged("the store was in doubt")
         self.ledger.lanes = await self._queue.counts()
-        for run in list(self._policy.runs):
+        for run in list(self._run_registry.runs):
             await self._count_untaken(run)
-        self._queue.reconciled_commits = max(doubts, self._queue.reconciled_commits)
+        self._database.reconcile(doubts)
 
     async def _count_untaken(self, run: str) -> None:
         """Only where a quota asks for it: it takes a look at the database."""
-        if self._policy.quotas(run).max_ahead is not None:
+        if self._run_registry.quotas(run).max_ahead is not None:
             consumers = [taken for (of, _), taken in self._consumers.items() if of == run] or [
                 ConsumerPosition(0, "session")
             ]
@@ -323,10 +331,10 @@ class RolloutService:
                 self.lease_manager.renew_terms()
             looked = now
             try:
-                await self._queue.check_epoch()
+                await self._database.check_epoch()
                 await self.lease_manager.expire_silent_members(now)
                 await self.lease_manager.record_lifetimes()
-                if now - counted > _RECOUNT_SECONDS or self._queue.is_uncertain:
+                if now - counted > _RECOUNT_SECONDS or self._database.is_uncertain:
                     counted = now
                     await self._recount()
             except Superseded as error:
@@ -366,3 +374,44 @@ def _to_new_task(task: TaskRequest) -> NewTask:
         request=task.model_dump_json(exclude_unset=True),
         rerun=task.semantics.resubmit_ended == "rerun",
     )
+
+
+class RetentionMark(Struct, array_like=True):
+    served_seconds: float  # of all servers so far
+    cursor: int  # of the last result then
+
+
+class Retention:
+    """How long ended tasks are kept.
+
+    Hours are those that servers have run on this database, one after the other: a clock that is set wrong makes
+    nothing older. From time to time a mark notes the last cursor; tasks that had ended by a mark that is old enough
+    are deleted.
+    """
+
+    def __init__(self, queue: Queue, hours: float) -> None:
+        self._queue = queue
+        self._seconds = hours * 3600
+        self._marks: list[RetentionMark] = []
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        known = await self._queue.fact(_RETENTION_FACT)
+        self._marks = [RetentionMark(0.0, 0)] if known is None else msgspec.json.decode(known, type=list[RetentionMark])
+        began = loop.time() - self._marks[-1].served_seconds
+        while True:
+            await asyncio.sleep(self._seconds / _RETENTION_MARKS)
+            try:
+                await self._delete_expired(loop.time() - began)
+            except StoreError as error:
+                log.error("Expired tasks could not be deleted: %s", error)
+
+    async def _delete_expired(self, served: float) -> None:
+        self._marks.append(RetentionMark(served, await self._queue.last_cursor()))
+        old = [mark for mark in self._marks if mark.served_seconds <= served - self._seconds]
+        if old:
+            while await self._queue.delete_ended_tasks(old[-1].cursor, _MAX_DELETED_TASKS):
+                pass
+            self._marks = [mark for mark in self._marks if mark.served_seconds >= old[-1].served_seconds]
+        await self._queue.save_fact(_RETENTION_FACT, msgspec.json.encode(self._marks).decode())

@@ -22,6 +22,9 @@ from polar.errors import PolarError
 
 Network = Literal["gateway", "none", "internet"]
 
+SHARED_USERS = "user ids (inotify, pipes and signals are shared)"
+"""An isolation gap, for `list_isolation_gaps`: sandboxes have no range of user ids of their own."""
+
 
 class Limits(Struct, frozen=True):
     """None is no limit of ours."""
@@ -134,7 +137,7 @@ class Runtime(Protocol):
 
     async def list_entries(self, path: str, *, exclude: Collection[str] = ()) -> dict[str, FileState]:
         """The files, folders and links at and below a path, by absolute path, found from outside and without following
-        a link. `without` are paths that are left out, with what is below them. Nothing where there is nothing."""
+        a link. `exclude` are paths that are left out, with what is below them. Nothing where there is nothing."""
         ...
 
     async def stop(self) -> None:
@@ -143,7 +146,8 @@ class Runtime(Protocol):
 
     async def restart(self) -> None:
         """After `stop`: commands can be run again, over the files as they stand (but for those in memory: /dev/shm). No
-        process from before is there. Spoiled where what ran inside broke what a start needs."""
+        process from before is there. CorruptedRuntimeError where what ran inside broke
+        what a start needs."""
         ...
 
     async def remove(self) -> None:

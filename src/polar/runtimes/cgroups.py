@@ -32,7 +32,8 @@ def cgroup_name(id: str) -> str:
 
 
 class CgroupEntry(Struct, frozen=True):
-    """How a new process gets into a group: started in `into` (v2), and its own id written to each of `tasks` (v1)."""
+    """How a new process gets into a group: started in `unified_folder` (v2), and its own id
+    written to each of `tasks_files` (v1)."""
 
     unified_folder: str | None
     tasks_files: tuple[str, ...]
@@ -49,7 +50,7 @@ class CgroupHierarchies:
 
     @classmethod
     @functools.cache
-    def of_this_process(cls) -> "CgroupHierarchies":
+    def detect(cls) -> "CgroupHierarchies":
         """Looked for once: on v2 the process may move for it, and would not find again where it came from."""
         unified, v1 = find_own_cgroups(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
         if unified is not None and not (_is_writable(unified) and (unified / "cgroup.procs").exists()):

@@ -8,6 +8,7 @@ folders that are real, but not above the top. Who asks for all links gets them a
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import posixpath
@@ -18,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
-from polar.runtimes import linux, tree_removal
+from polar.runtimes import linux
 from polar.runtimes.base import FileState, TransferTooLargeError
 
 _ENTRY_COST_BYTES = 512  # what an entry counts besides its content: a million empty files are not free
@@ -42,7 +43,7 @@ class NamespaceCaller(Protocol):
 
 class FileTransfers:
     """Those of one runtime that are under way. They run in threads, which go on when nobody waits for them any more:
-    until they are `done`, the root must stay open. A node without root has a worker do them."""
+    until `wait_until_idle` returns, the root must stay open. A node without root has a worker do them."""
 
     def __init__(self) -> None:
         self.worker: NamespaceCaller | None = None
@@ -207,7 +208,7 @@ class _TreeCopy:
         self._remaining_bytes = max_bytes
 
     def copy_entry(self, folder: int, name: str, target: Path, relative_path: PurePosixPath) -> None:
-        """The entry `name` of an open folder; `place` is where it stands below the top."""
+        """The entry `name` of an open folder; `relative_path` is where it stands below the top."""
         self._charge(_ENTRY_COST_BYTES)
         if len(relative_path.parts) > _MAX_DEPTH:
             raise TransferTooLargeError(f"{self._path} has more than {_MAX_DEPTH} folders below one another.")
@@ -248,7 +249,7 @@ class _TreeCopy:
 
 
 def stays_below(link_path: PurePosixPath, target: str) -> bool:
-    """Whether a link that stands at `place`, below the top of what is copied, can't lead above that top."""
+    """Whether a link that stands at `link_path`, below the top of what is copied, can't lead above that top."""
     parts = PurePosixPath(target).parts
     climbs = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
     return not target.startswith("/") and ".." not in parts[climbs:] and climbs < len(link_path.parts)
@@ -309,7 +310,7 @@ def _remove_entry(folder: int, name: str) -> None:
     except FileNotFoundError:
         pass
     except IsADirectoryError:
-        tree_removal.remove_folder(name, folder)
+        remove_folder(name, folder)
 
 
 @contextlib.contextmanager
@@ -349,3 +350,56 @@ def _closing(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+# Folders that are made to be hard to remove: deeper than a stack or a path is long, without permissions. A folder's
+# folders are moved up, beside one another, and emptied there in turn, so that nothing gets deep. Links are removed,
+# never followed. What is in use, as a mount is, is an OSError.
+
+
+def remove_folder(name: str, folder: int) -> None:
+    """Removes the folder of that name in an open one. Nothing else writes to it meanwhile."""
+    opened = _open_folder(name, folder)
+    try:
+        while entries := os.listdir(opened):
+            for entry in entries:
+                if _is_folder(entry, opened):
+                    _flatten(entry, opened)
+                else:
+                    os.unlink(entry, dir_fd=opened)
+    finally:
+        os.close(opened)
+    os.rmdir(name, dir_fd=folder)
+
+
+def _flatten(name: str, folder: int) -> None:
+    """Moves the folders in one up beside it, and removes the rest of it and itself."""
+    opened = _open_folder(name, folder)
+    try:
+        for entry in os.listdir(opened):
+            if _is_folder(entry, opened):
+                _move_up(entry, opened, folder)
+            else:
+                os.unlink(entry, dir_fd=opened)
+    finally:
+        os.close(opened)
+    os.rmdir(name, dir_fd=folder)
+
+
+def _move_up(name: str, below: int, folder: int) -> None:
+    os.chmod(name, 0o700, dir_fd=below)
+    try:
+        os.rename(name, secrets.token_hex(12), src_dir_fd=below, dst_dir_fd=folder)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        remove_folder(name, below)  # an overlay can't move what its image has, which is not that deep
+
+
+def _open_folder(name: str, folder: int) -> int:
+    os.chmod(name, 0o700, dir_fd=folder)
+    return os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=folder)
+
+
+def _is_folder(name: str, folder: int) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)

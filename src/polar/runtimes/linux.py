@@ -157,7 +157,7 @@ class _CloneArguments(ctypes.Structure):
 
 
 def fork_into(cgroup: int, exit_signal: int) -> int:
-    """A fork whose child starts in the cgroup (v2) that `group` is open on. Moving a process there takes the kernel
+    """A fork whose child starts in the cgroup (v2) that `cgroup` is open on. Moving a process there takes the kernel
     tens of milliseconds; starting it there takes none. Only for processes with one thread."""
     arguments = _CloneArguments(flags=_CLONE_INTO_CGROUP, exit_signal=exit_signal, cgroup=cgroup)
     return _check(_libc.syscall(_SYS_CLONE3, ctypes.byref(arguments), ctypes.sizeof(arguments)))

@@ -21,11 +21,11 @@ from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from polar.runtimes import files, relay, spawner_client
+from polar.runtimes import files, relay
 from polar.runtimes.base import CommandResult, FileState, RuntimeSpec, SandboxError
 from polar.runtimes.cgroups import Cgroup, CgroupHierarchies
 from polar.runtimes.relay import GatewayRelay
-from polar.runtimes.spawner_client import SpawnedJob, Spawner
+from polar.runtimes.spawner.client import SpawnedJob, Spawner, mark_out_of_memory, run_command
 from polar.runtimes.state_folder import StateFolder, remove_tree
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class LocalRuntime:
             "cwd": self.path(cwd or self.spec.workdir),
         }
         killed = 0 if self._cgroup is None else self._cgroup.count_oom_kills()
-        completed = await spawner_client.run(
+        completed = await run_command(
             self._backend.spawner,
             job,
             (),
@@ -102,9 +102,7 @@ class LocalRuntime:
             kill=SpawnedJob.kill_all,
             follow=self._follow,
         )
-        return spawner_client.mark_out_of_memory(
-            completed, self._cgroup is not None and self._cgroup.count_oom_kills() > killed
-        )
+        return mark_out_of_memory(completed, self._cgroup is not None and self._cgroup.count_oom_kills() > killed)
 
     def _follow(self, spawned: SpawnedJob) -> None:
         """Daemons of a command that has ended are still below its supervisor, until `stop`."""
@@ -185,7 +183,7 @@ class Local:
 
     async def prepare(self, image: str | None) -> None:  # noqa: ARG002  there are no images
         if self._cgroups is None:
-            self._cgroups = CgroupHierarchies.of_this_process()
+            self._cgroups = CgroupHierarchies.detect()
             self._state.record_cgroups(self._cgroups)
             if missing := self._cgroups.missing_controllers:
                 _log.warning("No cgroups for %s can be made here: such limits are not kept.", ", ".join(missing))
@@ -209,7 +207,7 @@ class Local:
     def list_isolation_gaps(self) -> list[str]:
         return [
             "files, processes and network are the machine's",
-            *CgroupHierarchies.of_this_process().missing_limits,
+            *CgroupHierarchies.detect().missing_limits,
             "disk limit",
         ]
 

@@ -13,15 +13,14 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
 import polar
 from polar.runtimes import files, linux, relay
 from polar.runtimes.base import SandboxError
+from polar.runtimes.socket_process import SocketProcess
 
 _WORKER_CODE = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -46,10 +45,10 @@ class NamespaceWorker:
     """The node's side of one process, which is started when it is first needed, and anew if it is gone."""
 
     def __init__(self, namespace: int) -> None:
+        path = [str(Path(polar.__file__).parent.parent), *filter(None, sys.path)]
+        argv = [sys.executable, "-I", "-S", "-c", _WORKER_CODE, json.dumps(path), str(namespace)]
         self._namespace = namespace
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._lock = threading.Lock()
+        self._process = SocketProcess(argv, env={}, pass_fds=(namespace,))
 
     def call(self, operation: str, subject: int, *arguments: object) -> Any:
         """Waits for an operation on an open descriptor; returns or raises what it does."""
@@ -60,7 +59,7 @@ class NamespaceWorker:
                 pickle.dump((operation, absolute), request)
                 request.flush()
                 try:
-                    socket.send_fds(self._connect(), [b"+"], [its.fileno(), request.fileno(), subject])
+                    socket.send_fds(self._process.connect(), [b"+"], [its.fileno(), request.fileno(), subject])
                 except OSError as error:
                     raise SandboxError(f"The process that works in sandboxes can't be reached: {error}.") from error
             _, fds, _, _ = socket.recv_fds(ours, 1, 1)
@@ -73,37 +72,9 @@ class NamespaceWorker:
             raise raised
         return socket.socket(fileno=fds[0]) if fds else result
 
-    def _connect(self) -> socket.socket:
-        with self._lock:
-            if self._socket is None or self._process is None or self._process.poll() is not None:
-                self._stop()
-                ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                path = [str(Path(polar.__file__).parent.parent), *filter(None, sys.path)]
-                argv = [sys.executable, "-I", "-S", "-c", _WORKER_CODE, json.dumps(path), str(self._namespace)]
-                with its:
-                    self._process = subprocess.Popen(
-                        argv,
-                        stdin=its.fileno(),
-                        stdout=subprocess.DEVNULL,
-                        env={},
-                        start_new_session=True,
-                        pass_fds=(self._namespace,),
-                    )
-                self._socket = ours
-            return self._socket
-
     def close(self) -> None:
-        with self._lock:
-            self._stop()
+        self._process.close()
         os.close(self._namespace)
-
-    def _stop(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._process is not None:
-            self._process.wait()
-            self._process = None
 
 
 class NamespaceWorkers:

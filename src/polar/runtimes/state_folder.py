@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from polar.runtimes import tree_removal
 from polar.runtimes.base import SandboxError
 from polar.runtimes.cgroups import Cgroup, CgroupHierarchies, cgroup_name
+from polar.runtimes.files import remove_folder
 
 _CGROUPS_FILE = "cgroups"
 _ENDING_FILE = "ending"
@@ -145,7 +145,7 @@ def remove_tree(folder: Path) -> None:
     try:
         for may_fail in (True, True, False):
             try:
-                tree_removal.remove_folder(folder.name, above)
+                remove_folder(folder.name, above)
             except FileNotFoundError:
                 if not folder.exists():
                     return

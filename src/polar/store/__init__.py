@@ -1,21 +1,16 @@
-"""What must not be lost: sessions and their exchanges, durable before anybody is told of them.
+"""What must not be lost: sessions and their exchanges, durable before anybody hears of them.
 
-    append -> group_commit (one writer thread) -> recorder -> difference: base, parent, what is new -> rows -> SQL
-    export_session -> copying -> bytes -> copying -> import_session (another store's)
-    exchanges -> reading <- links: bases followed, whole requests and prompts again <- rows <- SQL
+    append -> group_commit (one writer thread) -> recorder -> lineage: base, parent, what is new -> rows -> SQL
+    export_session -> session_copy -> bytes -> session_copy -> import_session (another store's)
+    exchanges -> reader <- base_link: bases followed, whole requests and prompts again <- rows <- SQL
 
 `base` has the Protocol and the records, `schema.sql` and `queries.sql` all of the SQL, for SQLite and PostgreSQL alike.
-`relational` is the store over either of them; only `sqlite` and `postgres` know which one it is.
+`RelationalStore` is the store over either of them; only `sqlite` and `postgres` know which one it is.
 """
-
-from typing import TYPE_CHECKING
 
 from polar.errors import StoreError
 from polar.store.relational import RelationalStore
-from polar.store.sqlite import Durability, SqliteStore
-
-if TYPE_CHECKING:
-    from polar.store.postgres import PostgresStore
+from polar.store.sqlite import Durability, open_sqlite_store
 
 __all__ = ["Durability", "open_store"]
 
@@ -25,20 +20,16 @@ def open_store(url: str, durability: Durability = "process") -> RelationalStore:
     whatever `durability` asks for."""
     scheme, _, place = url.partition(":")
     if scheme == "sqlite" and place:
-        return SqliteStore.open(place, durability)
+        return open_sqlite_store(place, durability)
     if scheme in ("postgresql", "postgres"):
-        return _import_postgres_store().open(url)
+        try:
+            from polar.store.postgres import open_postgres_store
+        except ImportError as error:
+            raise StoreError(
+                f"A store on PostgreSQL needs psycopg: install Polar with its extra, polar[postgres] ({error})."
+            ) from error
+        return open_postgres_store(url)
     raise StoreError(  # the rest may hold a password
         f"The store's URL, which begins with {scheme!r}, names no store; "
         f"write sqlite:PATH, as in sqlite:.polar/polar.db, or postgresql://USER:PASSWORD@HOST/DATABASE."
     )
-
-
-def _import_postgres_store() -> "type[PostgresStore]":
-    try:
-        from polar.store.postgres import PostgresStore
-    except ImportError as error:
-        raise StoreError(
-            f"A store on PostgreSQL needs psycopg: install Polar with its extra, polar[postgres] ({error})."
-        ) from error
-    return PostgresStore

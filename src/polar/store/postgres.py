@@ -6,25 +6,250 @@ itself, that may have happened or not: the recorder looks, so that nothing is wr
 for too long is an error to the callers, whose last writes may then be there or not.
 """
 
+import re
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
+from threading import Lock, local
+from typing import Any
 
 import psycopg
+from msgspec import Struct
 from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from polar.errors import StoreError
-from polar.store.postgres_connection import (
-    PostgresAddress,
-    PostgresConnection,
-    PostgresConnectionPool,
-    ignored_failure_error,
-    to_store_error,
-)
 from polar.store.reader import Reader
 from polar.store.recorder import Recorder
 from polar.store.relational import LINEAGE_MEMORY_BYTES, RelationalStore
 from polar.store.schema import SchemaSql, ensure_schema
-from polar.store.sql import Queries, load_queries
+from polar.store.sql import Cursor, Queries, load_queries
+
+TRIES = 5
+
+_CONNECTION_DEFAULTS = {
+    "application_name": "polar",
+    "connect_timeout": 10,
+    "keepalives_idle": 10,  # a host that is gone is noticed within half a minute
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+
+IDLE_TRANSACTION_SECONDS = 10.0
+"""A process that stands still in the middle of a transaction loses it, so that it holds nobody else up for longer."""
+LOCK_TIMEOUT_SECONDS = 30.0
+FORMER_TRANSACTION_SECONDS = 10.0
+"""For a lost connection's transaction to end."""
+
+_SELECT_BACKEND = "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
+_TERMINATE_BACKEND = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start = %s"
+
+
+class PostgresAddress(Struct, frozen=True):
+    """Where a database is."""
+
+    parameters: dict[str, Any]
+    name: str  # without the password
+
+    @classmethod
+    def parse(cls, url: str) -> "PostgresAddress":
+        try:
+            given = conninfo_to_dict(url)
+        except psycopg.ProgrammingError:
+            raise StoreError(
+                "The store's URL can't be read; write postgresql://USER:PASSWORD@HOST:PORT/DATABASE, "
+                "with special characters as %XX."
+            ) from None  # what the driver says may hold the password
+        user = f"{given['user']}@" if "user" in given else ""
+        port = f":{given['port']}" if "port" in given else ""
+        name = f"postgresql://{user}{given.get('host', '')}{port}/{given.get('dbname', '')}"
+        return cls(_CONNECTION_DEFAULTS | dict(given), name)
+
+
+class PostgresConnection:
+    """One connection, for one thread at a time, that can be made again after a restart of the server.
+
+    With `is_transactional` it is for writing; else each statement is by itself.
+    """
+
+    def __init__(self, address: PostgresAddress, *, max_outage_seconds: float, is_transactional: bool = False) -> None:
+        self._address = address
+        self._max_outage_seconds = max_outage_seconds
+        self._is_transactional = is_transactional
+        self._connection: psycopg.Connection[Any] | None = None
+        self._down_since: float | None = None
+        self._backend: tuple[Any, ...] | None = None  # the server's process for it, where there are transactions
+
+    @property
+    def is_lost(self) -> bool:
+        return self._connection is None or self._connection.closed
+
+    def close_if_lost(self, error: Exception) -> bool:
+        """Whether this error ends the connection. The driver may notice that only at the next statement."""
+        if isinstance(error, psycopg.OperationalError) and not isinstance(error, psycopg.errors.PipelineAborted):
+            ends = error.sqlstate is None or error.sqlstate.startswith(("08", "57P"))
+        else:
+            ends = isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout)
+        if ends:
+            self.close()
+        return self.is_lost
+
+    @property
+    def driver(self) -> "psycopg.Connection[Any]":
+        assert self._connection is not None
+        return self._connection
+
+    def connect(self) -> None:
+        """Tries until the server has been away for `max_outage_seconds`; from then on once, so that callers hear of
+        it at once."""
+        self.close()
+        wait_s = 0.02
+        while True:
+            try:
+                self._connection = self._connect()
+            except psycopg.OperationalError:
+                now = time.monotonic()
+                if self._down_since is None:
+                    self._down_since = now
+                if now + wait_s - self._down_since > self._max_outage_seconds:
+                    raise
+            else:
+                self._down_since = None
+                return
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, 1)
+
+    def _connect(self) -> "psycopg.Connection[Any]":
+        connection = psycopg.connect(**self._address.parameters, autocommit=True)
+        try:
+            _configure(connection)
+            if self._is_transactional:
+                self._end_former_transaction(connection)
+                self._backend = connection.execute(_SELECT_BACKEND).fetchone()
+            connection.autocommit = not self._is_transactional
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _end_former_transaction(self, connection: "psycopg.Connection[Any]") -> None:
+        """What was under way when the connection was lost may still be, with all its locks. Before anything is done
+        again it is over, one way or the other."""
+        deadline = time.monotonic() + FORMER_TRANSACTION_SECONDS
+        while (
+            self._backend is not None and connection.execute(_TERMINATE_BACKEND, self._backend).fetchone() is not None
+        ):
+            if time.monotonic() > deadline:
+                raise psycopg.OperationalError("the transaction of a lost connection does not end")
+            time.sleep(0.005)
+
+    def execute(self, query: str, parameters: Mapping[str, Any] = {}, /) -> Cursor:
+        return self.driver.cursor(binary=True).execute(query.encode(), parameters)
+
+    def executemany(self, query: str, parameters: Iterable[Mapping[str, Any]], /) -> None:
+        self.driver.cursor().executemany(query.encode(), parameters)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _configure(connection: "psycopg.Connection[Any]") -> None:
+    if connection.execute("SHOW synchronous_commit").fetchone() == ("off",):  # stricter settings stay
+        connection.execute("SET synchronous_commit = on")
+    for name, seconds in (
+        ("idle_in_transaction_session_timeout", IDLE_TRANSACTION_SECONDS),
+        ("lock_timeout", LOCK_TIMEOUT_SECONDS),
+    ):
+        connection.execute("SELECT set_config(%s, %s, false)", (name, f"{seconds * 1000:.0f}ms"))
+
+
+class PostgresConnectionPool:
+    """A connection for each thread that reads. A statement whose connection is lost is repeated on a new one."""
+
+    def __init__(self, address: PostgresAddress, max_outage_seconds: float) -> None:
+        self._address = address
+        self._max_outage_seconds = max_outage_seconds
+        self._thread_local = local()
+        self._connections: list[PostgresConnection] = []
+        self._lock = Lock()
+
+    def execute(self, query: str, parameters: Mapping[str, Any] = {}, /) -> Cursor:
+        link = self._get_connection()
+        for left in reversed(range(TRIES)):
+            if link.is_lost:
+                link.connect()
+            try:
+                return link.execute(query, parameters)
+            except psycopg.Error as error:
+                if not link.close_if_lost(error) or not left:
+                    raise
+        raise AssertionError  # the last try returns or raises
+
+    def _get_connection(self) -> PostgresConnection:
+        link: PostgresConnection | None = getattr(self._thread_local, "link", None)
+        if link is None:
+            link = self._thread_local.link = PostgresConnection(
+                self._address, max_outage_seconds=self._max_outage_seconds
+            )
+            with self._lock:
+                self._connections.append(link)
+        return link
+
+    def close(self) -> None:
+        """Once no thread reads any more."""
+        for link in self._connections:
+            link.close()
+
+
+_ADVICE: dict[str, str] = {
+    "23503": "a record names a session that is not there; create the session first",
+    "23505": "a record of this id, key or seq is there already; they are used once",
+    "25006": "the server is read-only; name the primary server, not a standby",
+    "42501": "its user may not do this; grant the right to create and write tables",
+    "53100": "the server's disk is full; free some space",
+    "53200": "the server is out of memory; give it more",
+    "53300": "the server has no connection left; raise its max_connections",
+    "54000": "a record is too large; a column may have 1 GB",
+    "55P03": "another process has held it locked for too long; stop that process, or try again",
+}
+
+_CONNECTION_ADVICE = (
+    (r"password authentication failed|no password supplied|role .* does not exist", "the user or password is wrong"),
+    (r"database .* does not exist", "there is no such database; make it (createdb), or name another"),
+    (r"pg_hba\.conf", "the server lets nobody in from here; allow it in its pg_hba.conf"),
+    (r"resolve host|translate host name", "there is no such host; correct the URL"),
+    (r"refused|No such file", "no server listens there; start it, or correct host and port"),
+    (r"timeout|timed out", "the server does not answer; check the host, the port and the firewall"),
+    (r"too many clients|connection slots", "the server has no connection left; raise its max_connections"),
+    (r"starting up|shutting down|recovery mode", "the server is just starting or stopping; try again in a moment"),
+)
+
+
+def ignored_failure_error() -> StoreError:
+    return StoreError("A transaction went on after one of its statements had failed; let such errors pass.")
+
+
+def to_store_error(error: Exception, address: PostgresAddress) -> StoreError:
+    """What happened, and what to do."""
+    if isinstance(error, StoreError):
+        return error
+    if isinstance(error, psycopg.errors.PipelineAborted):
+        return ignored_failure_error()
+    said = str(error).strip().partition("\n")[0]
+    if not isinstance(error, psycopg.Error):
+        return StoreError(f"{address.name}: a record is not what its type promises; correct the caller ({error!r}).")
+    advice = _ADVICE.get(error.sqlstate or "")
+    if advice is None and isinstance(error, psycopg.OperationalError):
+        found = (advice for pattern, advice in _CONNECTION_ADVICE if re.search(pattern, str(error)))
+        advice = next(found, "the server can't be reached; check that it runs, and the URL")
+    if advice is None and "NUL" in said:
+        advice = "PostgreSQL keeps no NUL characters in a text; correct the caller"
+    return StoreError(f"{address.name}: {advice or 'PostgreSQL failed; see its log'} ({said}).")
+
 
 READING_THREADS = 4
 MAX_OUTAGE_SECONDS = 30.0
@@ -41,24 +266,22 @@ SCHEMA_SQL = SchemaSql(
 )
 
 
-class PostgresStore(RelationalStore):
-    @classmethod
-    def open(
-        cls, url: str, *, max_outage_seconds: float = MAX_OUTAGE_SECONDS, max_lineage_bytes: int = LINEAGE_MEMORY_BYTES
-    ) -> "PostgresStore":
-        """Opens the database, whose tables are made where it is empty."""
-        address = PostgresAddress.parse(url)
-        sql_queries = load_queries("pyformat")
-        try:
-            with closing(PostgresConnection(address, max_outage_seconds=0)) as link:
-                link.connect()
-                ensure_schema(link, sql_queries, SCHEMA_SQL, address.name)
-        except psycopg.Error as error:
-            raise to_store_error(error, address) from error
-        writer = _PostgresWriter(
-            address, sql_queries, max_outage_seconds=max_outage_seconds, max_lineage_bytes=max_lineage_bytes
-        )
-        return cls(writer, _PostgresReaders(address, sql_queries, max_outage_seconds), address.name, "pyformat")
+def open_postgres_store(
+    url: str, *, max_outage_seconds: float = MAX_OUTAGE_SECONDS, max_lineage_bytes: int = LINEAGE_MEMORY_BYTES
+) -> RelationalStore:
+    """Opens the database, whose tables are made where it is empty."""
+    address = PostgresAddress.parse(url)
+    sql_queries = load_queries("pyformat")
+    try:
+        with closing(PostgresConnection(address, max_outage_seconds=0)) as link:
+            link.connect()
+            ensure_schema(link, sql_queries, SCHEMA_SQL, address.name)
+    except psycopg.Error as error:
+        raise to_store_error(error, address) from error
+    writer = _PostgresWriter(
+        address, sql_queries, max_outage_seconds=max_outage_seconds, max_lineage_bytes=max_lineage_bytes
+    )
+    return RelationalStore(writer, _PostgresReaders(address, sql_queries, max_outage_seconds), address.name, "pyformat")
 
 
 class _PostgresWriter:

@@ -4,11 +4,11 @@ A session is read a few exchanges at a time, with queries of their own, so that 
 open and memory stays the same however long the session is. What the next exchange probably shares is kept at hand.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import msgspec
+from cachetools import LRUCache
 from msgspec import Raw
 
 from polar.errors import StoreError
@@ -31,8 +31,6 @@ from polar.store.lineage import DIGEST_SIZE
 from polar.store.rows import ExchangeRow, FieldEntry, decode_usage, is_valid_id, to_exchange, to_session
 from polar.store.sql import Connection, Queries
 from polar.types import UsageTotals
-
-T = TypeVar("T")
 
 _DIGEST_PARAMETERS = tuple(f"digest_{letter}" for letter in "abcdefghijklmnop")  # the parameters of the query `blobs`
 
@@ -140,11 +138,11 @@ class SessionScan:
         self._session_id = session_id
         self._after = -1
         self._rows: deque[ExchangeRow] = deque()  # that were read, and not given yet
-        # Of the latest exchanges, by seq: item digests, items, table of fields, context.
-        self._item_digests: OrderedDict[int, bytearray] = OrderedDict()
-        self._decoded_items: OrderedDict[int, list[Raw]] = OrderedDict()
-        self._fields: OrderedDict[int, bytes] = OrderedDict()
-        self._contexts: OrderedDict[int, bytes | bytearray] = OrderedDict()
+        # Of the exchanges that were read or needed last, by seq: item digests, items, table of fields, context.
+        self._item_digests: LRUCache[int, bytearray] = LRUCache(self.MAX_RECENT_EXCHANGES)
+        self._decoded_items: LRUCache[int, list[Raw]] = LRUCache(self.MAX_RECENT_EXCHANGES)
+        self._fields: LRUCache[int, bytes] = LRUCache(self.MAX_RECENT_EXCHANGES)
+        self._contexts: LRUCache[int, bytes | bytearray] = LRUCache(self.MAX_RECENT_EXCHANGES)
         self._pieces: dict[bytes, Raw] = {}
         self._pieces_size = 0
         self._decode_fields = msgspec.msgpack.Decoder(dict[str, FieldEntry]).decode
@@ -201,8 +199,8 @@ class SessionScan:
         link = BaseLink(row.base, row.shared_items * DIGEST_SIZE, row.items)
         digests = resolve_link(link, self._request_link, self._item_digests)
         table = self._load_field_table(row.base, row.fields)
-        self._keep(self._item_digests, row.seq, digests)
-        self._keep(self._fields, row.seq, table)
+        self._item_digests[row.seq] = digests
+        self._fields[row.seq] = table
         fields = {
             name: self._load_piece(entry.data) if entry.is_digest else Raw(entry.data)
             for name, entry in self._decode_fields(table).items()
@@ -210,19 +208,19 @@ class SessionScan:
         shared = self._decoded_items.get(row.base, [])[: row.shared_items] if row.base is not None else []
         new = digests[len(shared) * DIGEST_SIZE :]
         items = [*shared, *(self._load_piece(digest) for digest in split_bytes(new, DIGEST_SIZE))]
-        self._keep(self._decoded_items, row.seq, items)
+        self._decoded_items[row.seq] = items
         return RawRequest(fields, row.list_name, items)
 
     def _load_prompt(self, row: ExchangeRow) -> TokenIds | None:
         link = make_context_link(row.base, row.shared_tokens, row.prompt, row.sampled)
         if link.shared == SHARES_ALL:
             if row.base is not None and row.base in self._contexts:
-                self._keep(self._contexts, row.seq, self._contexts[row.base])
+                self._contexts[row.seq] = self._contexts[row.base]
             return None
         context = resolve_link(
             link, lambda seq: load_token_link(self._db, self._queries, self._session_id, seq), self._contexts
         )
-        self._keep(self._contexts, row.seq, context)
+        self._contexts[row.seq] = context
         return bytes_to_ids(context[: len(context) - len(row.sampled or b"")])
 
     def _load_field_table(self, base: int | None, own: bytes | None) -> bytes:
@@ -257,8 +255,3 @@ class SessionScan:
             piece = self._pieces[digest] = Raw(row[0])
             self._pieces_size += len(row[0])
         return piece
-
-    def _keep(self, recent: OrderedDict[int, T], seq: int, value: T) -> None:
-        recent[seq] = value
-        if len(recent) > self.MAX_RECENT_EXCHANGES:
-            recent.popitem(last=False)

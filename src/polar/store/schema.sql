@@ -29,7 +29,7 @@ CREATE TABLE blobs (
     data BYTEA NOT NULL
 );
 
--- An exchange is stored against `base`, an earlier one of its session (difference.py says which):
+-- An exchange is stored against `base`, an earlier one of its session (lineage.py says which):
 --   its items   are the first `shared_items` items of the base, then those in `items`;
 --   its fields  are the base's where `fields` is null;
 --   its prompt  is the first `shared_tokens` of the base's context (prompt and sampled ids), then the ids in `prompt`.
@@ -74,7 +74,7 @@ CREATE TABLE policies (
     version BIGINT NOT NULL
 );
 
--- The rollout service (rollout/queue.py): tasks, and one row of work for each sample of each.
+-- The rollout service (rollout/queue): tasks, and one row of work for each sample of each.
 
 CREATE TABLE facts (
     name TEXT NOT NULL PRIMARY KEY,

@@ -42,37 +42,34 @@ SCHEMA_SQL = SchemaSql(
 )
 
 
-class SqliteStore(RelationalStore):
-    @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        durability: Durability = "process",
-        *,
-        lock_timeout_s: float = 5.0,
-        max_lineage_bytes: int = LINEAGE_MEMORY_BYTES,
-    ) -> "SqliteStore":
-        """Opens the file, or makes it. `lock_timeout_s` is how long to wait for another process that is writing."""
-        path = Path(path).absolute()
-        sql_queries = load_queries("named")
-        with ExitStack() as opened:  # what is open where it fails midway
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                make_private_file(path)  # SQLite gives the files beside it the same permissions
-                connection = opened.enter_context(closing(_connect(path, lock_timeout_s)))
-                ensure_schema(connection, sql_queries, SCHEMA_SQL, str(path))
-                _set_durability(connection, durability, path, lock_timeout_s)
-                reader = opened.enter_context(closing(_connect(path, lock_timeout_s)))
-                reader.execute("PRAGMA query_only = ON")
-                checkpoint_connection = opened.enter_context(closing(_connect(path, lock_timeout_s)))
-                _set_sync(checkpoint_connection, durability)
-            except (sqlite3.Error, OSError) as error:
-                raise _to_store_error(error, path) from error
-            recorder = Recorder(connection, sql_queries, max_lineage_bytes=max_lineage_bytes)
-            readers = _SqliteReaders(reader, Reader(reader, sql_queries), path)
-            writer = _SqliteWriter(connection, recorder, Checkpointer(checkpoint_connection, path), path)
-            opened.pop_all()
-        return cls(writer, readers, str(path), "named")
+def open_sqlite_store(
+    path: str | Path,
+    durability: Durability = "process",
+    *,
+    lock_timeout_s: float = 5.0,
+    max_lineage_bytes: int = LINEAGE_MEMORY_BYTES,
+) -> RelationalStore:
+    """Opens the file, or makes it. `lock_timeout_s` is how long to wait for another process that is writing."""
+    path = Path(path).absolute()
+    sql_queries = load_queries("named")
+    with ExitStack() as opened:  # what is open where it fails midway
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_file(path)  # SQLite gives the files beside it the same permissions
+            connection = opened.enter_context(closing(_connect(path, lock_timeout_s)))
+            ensure_schema(connection, sql_queries, SCHEMA_SQL, str(path))
+            _set_durability(connection, durability, path, lock_timeout_s)
+            reader = opened.enter_context(closing(_connect(path, lock_timeout_s)))
+            reader.execute("PRAGMA query_only = ON")
+            checkpoint_connection = opened.enter_context(closing(_connect(path, lock_timeout_s)))
+            _set_sync(checkpoint_connection, durability)
+        except (sqlite3.Error, OSError) as error:
+            raise _to_store_error(error, path) from error
+        recorder = Recorder(connection, sql_queries, max_lineage_bytes=max_lineage_bytes)
+        readers = _SqliteReaders(reader, Reader(reader, sql_queries), path)
+        writer = _SqliteWriter(connection, recorder, Checkpointer(checkpoint_connection, path), path)
+        opened.pop_all()
+    return RelationalStore(writer, readers, str(path), "named")
 
 
 class _SqliteWriter:

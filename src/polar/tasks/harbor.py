@@ -18,8 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from polar import validation_errors
 from polar.errors import ConfigError
-from polar.tasks.dockerfile import DockerfileSteps, last_workdir
-from polar.tasks.dockerfile_parser import DockerfileError
+from polar.tasks.dockerfile import DockerfileError, DockerfileSteps, last_workdir
 from polar.tasks.task_files import read_text, read_toml
 
 TASK_FILE = "task.toml"

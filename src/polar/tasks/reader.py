@@ -15,10 +15,14 @@ from polar import validation_errors
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
 from polar.harnesses import to_preset_name
-from polar.plugins import PluginKind, names
-from polar.records.task import TaskRequest
-from polar.tasks import harbor, task_paths
+from polar.plugins import PluginKind, load, names
+from polar.records.task import Step, TaskRequest, UploadDir, UploadFile
+from polar.tasks import harbor
 from polar.tasks.task_files import TASK_FILE_SUFFIXES, TaskTable, read_task_file, read_text
+
+_BUILD_PREFIX = "build:"
+_SOURCE_FIELDS = ("source", "src", "local_path", "path")
+_PATH_CHECKS = {"upload_file": os.path.isfile, "upload_dir": os.path.isdir}
 
 
 def read(paths: Iterable[Path], *, backend: str | None = None) -> list[TaskRequest]:
@@ -107,7 +111,7 @@ def _validate(fields: dict[str, Any], place: str, folder: Path) -> TaskRequest:
         task = TaskRequest.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"{place}: {validation_errors.format_validation_errors(error)}.") from error
-    wrong = task_paths.resolve_paths(task, folder)
+    wrong = _resolve_paths(task, folder)
     wrong += _find_unknown_name("runtime.backend", "runtimes", task.runtime.backend)
     wrong += _find_unknown_name("agent.harness", "harnesses", to_preset_name(task.agent.preset))
     wrong += _find_unknown_name("builder.strategy", "builders", task.builder.strategy)
@@ -132,3 +136,92 @@ def _short_message(error: ConfigError) -> str:
 def _find_unknown_name(field: str, kind: PluginKind, name: str) -> list[str]:
     known = names(kind)
     return [] if name in known else [f"{field}: there is no {name!r}; known: {', '.join(known)}"]
+
+
+# Paths on this machine: relative ones are relative to the task's file, and what they name must be there.
+
+
+def _resolve_paths(task: TaskRequest, folder: Path) -> list[str]:
+    """Makes every path of the task absolute; what is wrong with them."""
+    problems = []
+    for name, steps in (("prepare", task.runtime.prepare), ("eval_prepare", task.runtime.eval_prepare or [])):
+        for number, step in enumerate(steps):
+            problems += _resolve_step(step, f"runtime.{name}[{number}]", folder)
+    task.runtime.image, problem = _resolve_image(task.runtime.image, folder)
+    problems += problem
+    if task.agent.skills_path is not None:
+        task.agent.skills_path = _to_absolute(task.agent.skills_path, folder)
+        problems += _find_missing(task.agent.skills_path, "upload_dir", "agent.skills_path")
+    if task.evaluator is not None:
+        task.evaluator.config = _resolve_config(task.evaluator.config, task.evaluator.strategy, folder)
+        problems += _find_config_problems(task.evaluator.config, "evaluator.config")
+    return problems
+
+
+def _to_absolute(path: str, folder: Path) -> str:
+    return os.path.abspath(folder / path)
+
+
+def _resolve_step(step: Step, place: str, folder: Path) -> list[str]:
+    if isinstance(step, UploadFile | UploadDir) and step.source is not None:
+        step.source = _to_absolute(step.source, folder)
+        return _find_missing(step.source, step.type, f"{place}.source")
+    return []
+
+
+def _find_missing(path: str, kind: str, field: str) -> list[str]:
+    if _PATH_CHECKS[kind](path):
+        return []
+    return [f"{field}: there is no {'file' if kind == 'upload_file' else 'folder'} {path!r}"]
+
+
+def _resolve_image(image: str | None, folder: Path) -> tuple[str | None, list[str]]:
+    """A folder begins with a dot or a slash, or with `build:`; everything else is a name that a registry knows."""
+    if image is None:
+        return None, []
+    build, path = (_BUILD_PREFIX, image.removeprefix(_BUILD_PREFIX)) if image.startswith(_BUILD_PREFIX) else ("", image)
+    if not build and not path.startswith(("./", "../")):
+        return image, []
+    path = _to_absolute(path, folder)
+    return build + path, _find_missing(path, "upload_dir", "runtime.image")
+
+
+def _resolve_config(value: Any, strategy: str, folder: Path) -> Any:
+    """An evaluator's config may hold steps, and further evaluators with their own config."""
+    if isinstance(value, list):
+        return [_resolve_config(one, strategy, folder) for one in value]
+    if not isinstance(value, dict):
+        return value
+    inner = _text_field(value, "strategy") or strategy
+    resolved = {key: _resolve_config(one, inner, folder) for key, one in value.items()}
+    if _text_field(value, "type") in _PATH_CHECKS:
+        for key in _SOURCE_FIELDS:
+            if isinstance(path := value.get(key), str):
+                resolved[key] = _to_absolute(path, folder)
+    for key in _path_fields(strategy):
+        if isinstance(path := value.get(key), str):
+            resolved[key] = _to_absolute(path, folder)
+    return resolved
+
+
+def _path_fields(strategy: str) -> tuple[str, ...]:
+    """The fields of an evaluator's config that name a place on this machine."""
+    found = getattr(load("evaluators", strategy), "paths", ()) if strategy in names("evaluators") else ()
+    return tuple(found)
+
+
+def _text_field(table: dict[str, Any], key: str) -> str:
+    return found if isinstance(found := table.get(key), str) else ""
+
+
+def _find_config_problems(value: Any, place: str) -> Iterator[str]:
+    if isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _find_config_problems(one, f"{place}[{number}]")
+    elif isinstance(value, dict):
+        if (kind := _text_field(value, "type")) in _PATH_CHECKS:
+            for key in _SOURCE_FIELDS:
+                if isinstance(path := value.get(key), str):
+                    yield from _find_missing(path, kind, f"{place}.{key}")
+        for key, one in value.items():
+            yield from _find_config_problems(one, f"{place}.{key}")

@@ -20,7 +20,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from polar import validation_errors
 from polar.errors import ConfigError
-from polar.evaluators import load_evaluator, patch_paths
+from polar.evaluators import load_evaluator
+from polar.patches import list_patch_paths
 from polar.records.task import TaskRequest
 from polar.tasks.task_files import read_text
 
@@ -105,7 +106,7 @@ class SweBenchRow(BaseModel):
         """Why nothing can tell whether the issue is resolved."""
         if not self.FAIL_TO_PASS:
             return "no FAIL_TO_PASS"
-        return None if patch_paths.list_paths(self.test_patch) else "no test_patch"
+        return None if list_patch_paths(self.test_patch) else "no test_patch"
 
 
 class SweBenchOptions(Struct, frozen=True):
@@ -288,7 +289,7 @@ def _test_command(row: SweBenchRow, options: SweBenchOptions) -> list[str]:
 
 
 def _test_labels(test_patch: str) -> list[str]:
-    files = [path for path in patch_paths.list_paths(test_patch, existing_only=True) if path.endswith(".py")]
+    files = [path for path in list_patch_paths(test_patch, existing_only=True) if path.endswith(".py")]
     inside = [posixpath.splitext(path.removeprefix("tests/"))[0] for path in files]
     return [path.removesuffix("/__init__").replace("/", ".") for path in inside]
 

@@ -17,9 +17,8 @@ from msgspec import Struct, field
 from torch import Tensor
 from torch.nn import functional
 
-from polar.train.chunks import Chunk
-from polar.train.device_transfer import to_device
-from polar.train.forest import Forest
+from polar.train.memory import to_device
+from polar.train.packing import Chunk, Forest
 
 BLOCK_TOKENS = 128
 """Tokens of a side of FlexAttention's blocks. It takes no fewer queries."""

@@ -11,8 +11,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from polar.train import grpo
-from polar.train.forest import Forest, TokenTree, pack_forest
 from polar.train.groups import RolloutGroup, TokenColumns, prune_tree
+from polar.train.packing import Forest, TokenTree, pack_forest
 from polar.train.settings import GrpoSettings
 
 DropReason = Literal["no_signal", "too_few"]

@@ -1,31 +1,34 @@
-"""Where training can be taken up again: weights, optimiser, randomness, and how far the rollouts got.
+"""What a run leaves on the disk: checkpoints to resume it from, its journal, and the trained model.
 
     OUTPUT/run.json                    who this is at the service: the same in every start
     OUTPUT/checkpoints/step-000012/    weights.safetensors, learner.pt, progress.json
     OUTPUT/journal.jsonl               the sessions of each step, up to the last checkpoint
+    OUTPUT/model/                      the trained model, for any engine
 
-A checkpoint is there whole or not at all. What the journal says beyond it was lost with the process, and is cut off:
-so each session stands in it once.
+A checkpoint holds weights, optimizer, randomness and how far the rollouts got. It is there whole or not at all. What
+the journal says beyond it was lost with the process and is cut off, so each session stands in it once.
 """
 
 import hashlib
+import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec import Struct, field
 
 from polar.errors import ConfigError
-from polar.train import atomic_files
 from polar.train.rollouts import SettledGroups
 
 if TYPE_CHECKING:
     from polar.train.learner import Learner
 
 _WEIGHTS_FILE, _LEARNER_FILE, _PROGRESS_FILE = "weights.safetensors", "learner.pt", "progress.json"
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 class Progress(Struct):
@@ -66,9 +69,7 @@ class CheckpointStore:
         path = self._output / "run.json"
         order = hashlib.sha256(msgspec.json.encode([seed, *tasks])).hexdigest()
         if not path.exists():
-            atomic_files.write_file_atomically(
-                path, msgspec.json.encode(_RunIdentity(f"{name}-{secrets.token_hex(4)}", order))
-            )
+            write_file_atomically(path, msgspec.json.encode(_RunIdentity(f"{name}-{secrets.token_hex(4)}", order)))
         found = msgspec.json.decode(path.read_bytes(), type=_RunIdentity)
         if found.order != order:
             raise ConfigError(
@@ -100,8 +101,8 @@ class CheckpointStore:
         with (self._output / "journal.jsonl").open("ab") as journal:
             for entry in entries:
                 journal.write(msgspec.json.encode(entry) + b"\n")
-        atomic_files.fsync_path(self._output / "journal.jsonl")
-        with atomic_files.create_folder_atomically(self._folder / f"step-{progress.step:06}") as folder:
+        fsync_path(self._output / "journal.jsonl")
+        with create_folder_atomically(self._folder / f"step-{progress.step:06}") as folder:
             weights = {name: tensor.cpu().contiguous() for name, tensor in learner.weights().items()}
             save_file(weights, folder / _WEIGHTS_FILE)
             torch.save(learner.state_dict(), folder / _LEARNER_FILE)
@@ -130,5 +131,60 @@ def truncate_after_step(path: Path, step: int, kind: type[T]) -> list[T]:
             kept.append(line)
             found.append(msgspec.json.decode(line, type=kind))
     if path.exists():
-        atomic_files.write_file_atomically(path, b"".join(kept))
+        write_file_atomically(path, b"".join(kept))
     return found
+
+
+# The trained model
+
+
+def export_model(model: Any, base: Path, folder: Path) -> None:
+    """A folder that any engine can serve: the weights with adapters merged in, and the tokenizer as it was."""
+    from safetensors.torch import save_file
+
+    from polar.weight_sync.merged_weights import get_merged_weights
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    tied = set(inner.all_tied_weights_keys)  # none where its config ties nothing
+    with create_folder_atomically(folder) as made:
+        for file in base.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+                shutil.copyfile(file, made / file.name)
+        weights = {
+            name: tensor.cpu().contiguous() for name, tensor in get_merged_weights(model).items() if name not in tied
+        }
+        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+
+
+# Files that are there whole or not at all
+
+
+@contextmanager
+def create_folder_atomically(path: Path) -> Iterator[Path]:
+    """A folder to be filled, which takes its name when all that is in it is on the disk."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    for file in sorted(unfinished.iterdir()):
+        fsync_path(file)
+    fsync_path(unfinished)
+    shutil.rmtree(path, ignore_errors=True)
+    unfinished.rename(path)
+    fsync_path(path.parent)
+
+
+def write_file_atomically(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_bytes(data)
+    fsync_path(unfinished)
+    unfinished.rename(path)
+    fsync_path(path.parent)
+
+
+def fsync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,7 +8,7 @@ no copy of a long one is kept.
 cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths, which takes the
 processor 0.1 s, and which PyTorch keeps for good, in each thread. So lengths are made round: queries are filled up, and
 of the context a round part has a call of its own. What is left of it, or all of it where it is short, goes before the
-queries' own keys, and as many queries that nobody asked for go before the queries, so that all of this is one path.
+queries' own keys, and as many padding queries go before the queries, so that all of this is one path.
 
     call     keys                      queries
     whole    the context's round part  own, fill
@@ -49,7 +49,7 @@ def supports(query: Tensor) -> bool:
 
 
 class KeyValuePiece(Struct):
-    """Keys and values of [1, heads, tokens, width] that somebody else computed, and who is told the gradients of some
+    """Keys and values of [1, heads, tokens, width] that another chunk computed, and what takes the gradients of some
     of them (from which to which, of the keys, of the values)."""
 
     key: Tensor
@@ -81,7 +81,7 @@ def round_context_length(context: int, grain: int) -> int:
 def _round_context_coarsely(context: int, count: int, grain: int) -> int:
     """How much of it has one, where what is left goes with the queries' own: one of eight lengths between two powers of
     two, so that pairs with the queries' lengths come up again. What is left is less than a quarter of the queries, or
-    the grain: so the queries that nobody asked for are few."""
+    the grain: so padding queries are few."""
     return round_context_length(context, max(grain, min(1 << context.bit_length() >> 4, 1 << count.bit_length() >> 3)))
 
 
@@ -95,7 +95,7 @@ def extend_with_context(
     grain: int,
     compiled: bool = False,
 ) -> Tensor:
-    """`out` and `normaliser` ([1, heads, queries]) are what somebody else's attention says of other keys. The context
+    """`out` and `lse` ([1, heads, queries]) are another attention's output and normaliser over other keys. The context
     has a round length: see `round_context_length`."""
     apply: Any = _ContextExtension.apply
     result: Tensor = apply(query, out, lse[..., None], context, scale, grain, compiled)
@@ -137,7 +137,7 @@ class _ContextAttention(torch.autograd.Function):
         edge, laid, scale = ctx.edge, ctx.laid, ctx.scale
         keys, values = _gather_context(ctx.context, query)
         query, out, lse = laid.pad(query), laid.pad(out), functional.pad(lse, (0, 0, *laid.padding))
-        grad = _match_layout(laid.pad(grad), out)  # nothing comes from where nobody asked
+        grad = _match_layout(laid.pad(grad), out)  # padding has no gradient
         behind = _append_own(keys, key, edge, laid), _append_own(values, value, edge, laid)
 
         def back(asked: slice, key: Tensor, value: Tensor, state: Any, causal: bool) -> tuple[Tensor, Tensor, Tensor]:

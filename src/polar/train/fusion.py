@@ -1,9 +1,14 @@
-"""Chains of small steps as one, by PyTorch's compiler: on a GPU each step by itself reads and writes everything."""
+"""Chains of small steps as one, by PyTorch's compiler: on a GPU each step by itself reads and writes everything.
+
+A model is changed as an instance. What its library has for all models of a class stays as it is, so that a fused and an
+unfused model can run side by side.
+"""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, update_wrapper, wraps
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,7 +20,6 @@ _MAX_COMPILED_VARIANTS = 64
 _ROTATION_FUNCTION = "apply_rotary_pos_emb"
 _HEAD_DIMENSION_ARGUMENT = "unsqueeze_dim"
 """Its argument that says where heads are among the dimensions: 1, as attention wants it, or 2."""
-_COMPILED_MARKER = "_compiled_by_polar"
 
 
 @cache
@@ -41,18 +45,50 @@ def compiler_settings() -> Iterator[None]:
 
 def fuse_model(model: Any) -> None:
     """Norms, feed-forward parts and rotations are chains of small steps, each of which reads and writes all
-    activations: compiled they are one, and keep half as much for the backward pass."""
+    activations. Compiled they are one, and keep half as much for the backward pass. Nothing but this model changes:
+    others of the same classes run as before."""
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True)
-    # Rotations of queries and keys are a function that attention finds among its module's names. So whatever else uses
-    # it in this process has it compiled from now on.
-    for kind in {type(module) for module in model.modules()}:
-        names = getattr(inspect.unwrap(kind.forward), "__globals__", {})
-        rotate = names.get(_ROTATION_FUNCTION)
-        if rotate is not None and not hasattr(rotate, _COMPILED_MARKER):
-            names[_ROTATION_FUNCTION] = _compile_rotation(rotate)
-            setattr(names[_ROTATION_FUNCTION], _COMPILED_MARKER, True)
+        elif "forward" not in vars(module):  # else it is fused already, or replaced by another library
+            fused = _fuse_rotation(type(module).forward)
+            if fused is not None:
+                module.forward = MethodType(fused, module)
+
+
+@cache
+def _fuse_rotation(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A module's `forward` with its rotation of queries and keys compiled; None where it has none. The rotation is a
+    function that attention finds among its module's globals, which are everybody's: so this is a copy of `forward` with
+    globals of its own."""
+    inner = inspect.unwrap(forward)
+    if not isinstance(inner, FunctionType) or _ROTATION_FUNCTION not in inner.__code__.co_names:
+        return None
+    rotate = inner.__globals__.get(_ROTATION_FUNCTION)
+    return None if rotate is None else _copy_with_globals(forward, {_ROTATION_FUNCTION: _compile_rotation(rotate)})
+
+
+def _copy_with_globals(function: Any, changes: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """A copy of a function for which some globals are others. Its decorators are copied with it; None where one of them
+    does not hold what it wraps in its closure."""
+    scope, closure = function.__globals__, function.__closure__
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is None:
+        scope = {**scope, **changes}
+    else:
+        inner = _copy_with_globals(wrapped, changes)
+        held = [cell.cell_contents is wrapped for cell in closure or ()]
+        if inner is None or not any(held):
+            return None
+        closure = tuple(CellType(inner) if holds else cell for cell, holds in zip(closure, held, strict=True))
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    update_wrapper(copy, function)
+    if wrapped is None:
+        del copy.__wrapped__  # type: ignore[attr-defined]  # it wraps nothing
+    else:
+        copy.__wrapped__ = inner  # type: ignore[attr-defined]
+    return copy
 
 
 def _compile_rotation(rotate: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from polar.records.trajectory import (
     TreeSession,
     TreeTrajectory,
 )
-from polar.train.forest import TokenTree
+from polar.train.packing import TokenTree
 from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_in_checked_share
 from polar.trajectory.document_check import check_received, check_received_tree, find_hold_reason
 from polar.trajectory.verify import Problem
@@ -93,7 +93,7 @@ class RolloutGroup(Struct):
         ]
 
 
-# As the service tells it
+# As the service sends it
 
 
 class _Node(Struct):
@@ -187,18 +187,18 @@ class _GroupSummary(Struct):
 def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
     """`data` is the group as the feed gave it, and `tree` its `prefix_tree`. Sessions that aren't in the tree, since
     they ended before they began, say, are still members. Those that fail the check are members with that reason."""
-    told = msgspec.json.decode(data, type=_GroupSummary)
+    summary = msgspec.json.decode(data, type=_GroupSummary)
     document = msgspec.convert(tree, _TreeDocument)
     in_tree = {session.session_id: session for session in document.sessions}
     members = []
-    for one in told.results:
+    for one in summary.results:
         member = GroupMember(one.session_id, one.reward, one.reason, suspicious=one.metadata.suspicious)
         if (there := in_tree.get(one.session_id)) is not None:
             member.turn_rewards = there.turn_rewards
             if there.reason in HOLD_REASONS:  # the service held it back when it made the tree
                 member.reward, member.reason = None, there.reason
         members.append(member)
-    group = RolloutGroup(index, told.task_id, told.cursor, members, [], unique=document.tokens.unique)
+    group = RolloutGroup(index, summary.task_id, summary.cursor, members, [], unique=document.tokens.unique)
     group.excluded_tokens.update(_count_excluded(document.excluded))
     received = _to_tree_trajectory(document)
     problems = _make_problem_finder(received)
@@ -224,10 +224,10 @@ def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: Sess
 
 def group_from_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
     """Of a group as the feed gave it: each trace is a tree of one path."""
-    told = msgspec.json.decode(data, type=_GroupDocument)
-    group = RolloutGroup(index, told.task_id, told.cursor, [], [])
+    document = msgspec.json.decode(data, type=_GroupDocument)
+    group = RolloutGroup(index, document.task_id, document.cursor, [], [])
     walks = []
-    for result in told.results:
+    for result in document.results:
         member = GroupMember(result.session_id, result.reward, result.reason, suspicious=result.metadata.suspicious)
         group.members.append(member)
         if result.trajectory is None:
@@ -260,7 +260,7 @@ def _hold_back_if_invalid(
 
 
 def _make_problem_finder(tree: TreeTrajectory) -> Callable[[str], list[Problem]]:
-    """Looks for problems when the first session is asked for. What is wrong with a whole tree is every session's."""
+    """Looks for problems when they are first needed. What is wrong with a whole tree counts for every session."""
     found: list[Problem] | None = None
 
     def problems(session_id: str) -> list[Problem]:
@@ -302,7 +302,7 @@ def _to_tree_trajectory(document: _TreeDocument) -> TreeTrajectory:
 def _to_trajectory(result: _Result) -> Trajectory:
     """As far as it is checked."""
     assert result.trajectory is not None
-    told = result.trajectory.metadata
+    metadata = result.trajectory.metadata
     traces = [
         Trace(
             session_id=result.session_id,
@@ -323,7 +323,9 @@ def _to_trajectory(result: _Result) -> Trajectory:
         )
         for trace in result.trajectory.traces
     ]
-    return Trajectory(result.session_id, "received", traces, told.excluded, told.tokens, result.reward, result.reason)
+    return Trajectory(
+        result.session_id, "received", traces, metadata.excluded, metadata.tokens, result.reward, result.reason
+    )
 
 
 def _count_excluded(stretches: Iterable[ExcludedSpan]) -> Counter[str]:
@@ -376,7 +378,7 @@ def _flatten_trace(session_id: str, trace: _Trace) -> _FlatTree:
 
 
 def _build_group(group: RolloutGroup, walks: list[_FlatTree]) -> RolloutGroup:
-    """A token without anything before it is predicted by nothing, and those of whose sampling nobody knows the
+    """A token without anything before it is predicted by nothing, and those that were sampled at an unknown
     temperature can't be compared with anything: neither is trained."""
     places = {member.session_id: place for place, member in enumerate(group.members)}
     turns: dict[str, set[str]] = {name: set() for name in places}

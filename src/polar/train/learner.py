@@ -11,21 +11,21 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from polar.errors import ConfigError, PolarError
+from polar.torch_runtime import is_out_of_memory
 from polar.train import grpo
 from polar.train.batch import Batch, TrainingGroup
-from polar.train.forest import Forest, make_path_tree, pack_forest
 from polar.train.groups import TokenColumns
-from polar.train.memory import OutOfMemory, OutOfMemoryRetrier, enable_expandable_segments, is_out_of_memory
+from polar.train.memory import OutOfMemory, OutOfMemoryRetrier, enable_expandable_segments
 from polar.train.model import get_trainable_parameters, load_frozen_copy, load_model
-from polar.train.sequential_model import SequentialModel
+from polar.train.packing import Forest, make_path_tree, pack_forest
+from polar.train.passes import LossFunction, SequentialModel, TreeModel
 from polar.train.settings import GrpoSettings, TrainSettings
-from polar.train.tree_model import LossFunction, TreeModel
 
 T = TypeVar("T")
 
 
 class ForestModel(Protocol):
-    """passes.TreeModel, or what stands in for it."""
+    """`passes.TreeModel`, or what stands in for it."""
 
     def logprobs(self, forest: Forest) -> Tensor: ...
 
@@ -35,11 +35,11 @@ class ForestModel(Protocol):
 
 
 class LearnerStats(Struct):
-    """What is told of a step. Ratios are those of the trainer's own probability, before its first update, to the
+    """A step in numbers. Ratios are those of the trainer's own probability, before its first update, to the
     engine's: away from 1 by updates that came in between, and by what engine and trainer compute differently."""
 
     loss: float
-    grad_norm: float  # before it is shortened; of several updates, the mean
+    grad_norm: float  # pre-clip norm, averaged over the step's updates
     learning_rate: float
     updates: int
     computed_tokens: int  # that went through the model, forwards and backwards
@@ -129,7 +129,7 @@ class Learner:
         old = None if once else self.logprobs(whole.forest)
         initial = self._initial_logprobs(whole) if settings.grpo.kl else None
         scored = time.perf_counter()
-        told = LearnerStats(0.0, 0.0, 0.0, 0, 0 if once else len(whole.forest), len(whole), 0.0, 1.0, 1.0, 0.0, 0.0)
+        stats = LearnerStats(0.0, 0.0, 0.0, 0, 0 if once else len(whole.forest), len(whole), 0.0, 1.0, 1.0, 0.0, 0.0)
         places = np.cumsum([0, *(len(group) for group in groups)])
         norms, clipped = [], []
         for some in updates:
@@ -139,21 +139,21 @@ class Learner:
             then = None if old is None else old[index], None if initial is None else initial[index]
             update, logprobs = self._compute_gradient(f"Step {number}", batch, *then)
             norms.append(self._apply_update(number))
-            told.loss += update.total / len(updates)
-            told.computed_tokens += len(batch.forest)
+            stats.loss += update.total / len(updates)
+            stats.computed_tokens += len(batch.forest)
             clipped.append(update.clipped_tokens / max(1, len(batch)))
             if old is None:
                 old = logprobs
         assert old is not None
-        told.updates, told.learning_rate = len(norms), self._optimizer.param_groups[0]["lr"]
-        told.grad_norm, told.clipped = float(np.mean(norms)), float(np.mean(clipped))
-        told.logprobs = old.double().cpu().numpy()
-        told.memory_retries = self._retries.count - retries
+        stats.updates, stats.learning_rate = len(norms), self._optimizer.param_groups[0]["lr"]
+        stats.grad_norm, stats.clipped = float(np.mean(norms)), float(np.mean(clipped))
+        stats.logprobs = old.double().cpu().numpy()
+        stats.memory_retries = self._retries.count - retries
         if initial is not None:
-            told.kl_initial = float((grpo.estimate_kl(old, initial)).mean())
-        _add_ratio_stats(told, whole.columns, settings.grpo.tis_cap)
-        told.seconds = {"score": scored - began, "learn": time.perf_counter() - scored}
-        return told
+            stats.kl_initial = float((grpo.estimate_kl(old, initial)).mean())
+        _add_ratio_stats(stats, whole.columns, settings.grpo.tis_cap)
+        stats.seconds = {"score": scored - began, "learn": time.perf_counter() - scored}
+        return stats
 
     def _compute_gradient(
         self, what: str, batch: Batch, old: Tensor | None, initial: Tensor | None
@@ -319,15 +319,15 @@ class UpdateLoss:
         return loss
 
 
-def _add_ratio_stats(told: LearnerStats, columns: TokenColumns, cap: float) -> None:
+def _add_ratio_stats(stats: LearnerStats, columns: TokenColumns, cap: float) -> None:
     known = ~np.isnan(columns.behavior_logprobs)
     if not known.any():
         return
-    difference = told.logprobs[known] - columns.behavior_logprobs[known]
+    difference = stats.logprobs[known] - columns.behavior_logprobs[known]
     ratio = np.exp(difference)
-    told.kl_behaviour = float(-difference.mean())
-    told.ratio_mean, told.ratio_max = float(ratio.mean()), float(ratio.max())
-    told.truncated = float((ratio > cap).mean())
+    stats.kl_behaviour = float(-difference.mean())
+    stats.ratio_mean, stats.ratio_max = float(ratio.mean()), float(ratio.max())
+    stats.truncated = float((ratio > cap).mean())
 
 
 def compute_mean_ratio(columns: TokenColumns, logprobs: Any, mask: Any) -> float | None:

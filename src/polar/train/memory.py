@@ -1,18 +1,28 @@
-"""What to do about a device's memory: keep it in one piece, and compute again what it was too small for.
+"""A device's memory: how much of a forest fits into it, and what to do where that was too much.
+
+    plan_memory ─► how many tokens go through a model at once, and what may be kept of them
+    OutOfMemoryRetrier ─► what ran out of memory nonetheless, computed again with less kept
 
 Nothing of a step is lost if memory runs out in it: its gradients are discarded, what it left in memory is released, and
 it is computed again with less kept. Weights and optimizer are not touched before the gradient is whole.
 """
 
-import gc
 import logging
+import math
 import os
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from polar.errors import PolarError
+from polar.torch_runtime import is_out_of_memory, release_memory
+from polar.train.flash import FINE_GRAIN_TOKENS, GRAIN_TOKENS, SUPPORTED_HEAD_WIDTHS
+from polar.train.logprobs import LOGIT_BATCH_TERMS
+from polar.train.packing import MIN_CHUNK_TOKENS, MemoryBudget
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +30,22 @@ T = TypeVar("T")
 
 _ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _EXPANDABLE_SEGMENTS = "expandable_segments:True"
-_OUT_OF_MEMORY_PHRASES = ("out of memory", "alloc_failed", "can't allocate memory")
-"""Of errors by CUDA, Triton and the compiler; by cuBLAS and cuDNN; by PyTorch on a CPU."""
+DEFAULT_CHUNK_TOKENS = {"cuda": 16384, "cpu": 2048}
+"""Tokens that go through at once. A large model's kernels take
+0.23 s to launch (Qwen3-4B's shape), in which an H200 computes 3,500 tokens."""
+_LARGE_MODEL_PARAMETERS = 3 * 10**9
+"""Parameters of a model for which plans for more lengths are worth it (flash.py)."""
+_ACTIVATION_MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.3}
+"""Of the memory that is left: what activations may take of it."""
+_TOTAL_MEMORY_SHARE = {"cuda": 0.87, "cpu": 0.35}
+"""Likewise, with keys and values that wait, their gradients, and copies of them. The rest is for what a layer takes
+while it computes, and for what the allocator has in pieces too small to be used."""
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Without waiting for what the device still has to do: so it always has some."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class OutOfMemory(PolarError):
@@ -36,26 +60,13 @@ def enable_expandable_segments() -> None:
 
 
 def release_fragmented_memory(device: torch.device, needed: float) -> None:
-    """Between groups, for what needs so many bytes. Where the allocator can't join free memory (somebody has set it up
-    otherwise), it keeps blocks as long as the last group wanted them, and cuts them up for small things that stay."""
+    """Between groups, for what needs so many bytes. Where the allocator can't join free memory (the environment sets it
+    up otherwise), it keeps blocks as long as the last group wanted them, and cuts them up for small things that
+    stay."""
     if device.type != "cuda" or any(_EXPANDABLE_SEGMENTS in os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES):
         return
     free, _ = torch.cuda.mem_get_info(device)
     if free < needed:
-        torch.cuda.empty_cache()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whoever says so: only PyTorch's allocator has an error of its own for it."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _OUT_OF_MEMORY_PHRASES)
-
-
-def release_memory(device: torch.device) -> None:
-    """What nobody refers to any more, also in a circle."""
-    gc.collect()
-    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -93,3 +104,140 @@ class OutOfMemoryRetrier:
                 raise OutOfMemory(f"{short} {advice()} ({reason})")
             self.count += 1
             log.warning("%s ran out of memory and is computed again, %s: %s", description, different, reason)
+
+
+# How much fits
+
+
+def plan_memory(
+    model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, grain: int, fused: bool
+) -> tuple[int, MemoryBudget]:
+    """How many tokens go through at once, and what is kept of them. Numbers that are given count whatever room there
+    is."""
+    device = next(model.parameters()).device
+    left = max(0, _free_bytes(device) - _training_state_bytes(model))
+    activations = _activation_bytes(model, fused)
+    most = max(MIN_CHUNK_TOKENS, int(_ACTIVATION_MEMORY_SHARE.get(device.type, 0.3) * left / activations))
+    chunk = chunk_tokens or min(DEFAULT_CHUNK_TOKENS.get(device.type, DEFAULT_CHUNK_TOKENS["cuda"]), most)
+    room = _TOTAL_MEMORY_SHARE.get(device.type, 0.35) * left - _logit_bytes(model)
+    budget = MemoryBudget(
+        kept_tokens=most if kept_tokens is None else kept_tokens,
+        max_bytes=max(0.0, room) if kept_tokens is None else math.inf,
+        activation_bytes=activations,
+        **_estimate_token_costs(model, grain, fused),
+    )
+    return chunk, budget
+
+
+def _estimate_token_costs(model: Any, grain: int, fused: bool) -> dict[str, Any]:
+    """What tokens take besides activations, as `MemoryBudget` has it."""
+    config = model.config.get_text_config()
+    first = next(model.parameters())
+    heads, width = config.num_attention_heads, _head_width(config)
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    kinds = getattr(config, "layer_types", None) or []
+    recurrent = kinds.count("linear_attention")
+    layers = config.num_hidden_layers - recurrent
+    numbers = layers * 2 * shared * width
+    flash = first.is_cuda and first.dtype in (torch.bfloat16, torch.float16) and width in SUPPORTED_HEAD_WIDTHS
+    # Not compiled, a mask and shared keys leave PyTorch's plainest kernel on a GPU, which works in fp32.
+    plainest = first.is_cuda and not fused and shared != heads
+    return {
+        "kv_bytes": float(numbers * first.element_size()),
+        "kv_gradient_bytes": float(numbers * 4),
+        "branching_bytes": float(layers * heads * width * first.element_size()),
+        "score_bytes": 4.0 * layers * heads if plainest else 0.0,
+        "recurrent_state_bytes": 2.0 * recurrent * _recurrent_state_bytes(config, first.element_size())
+        if recurrent
+        else 0.0,
+        "grain": grain if flash else None,
+        "splits_context": flash and fused,
+        "windowed_share": kinds.count("sliding_attention") / layers if layers else 0.0,
+    }
+
+
+def _recurrent_state_bytes(config: Any, size: int) -> int:
+    """Bytes of what one recurrent layer knows behind a token: its state, in fp32, and its convolution's last inputs."""
+    value_heads, value_width = config.linear_num_value_heads, config.linear_value_head_dim
+    key_width = config.linear_key_head_dim
+    channels = 2 * config.linear_num_key_heads * key_width + value_heads * value_width
+    state: int = value_heads * key_width * value_width * 4
+    return state + int((config.linear_conv_kernel_dim - 1) * channels * size)
+
+
+def _logit_bytes(model: Any) -> float:
+    """Of LOGIT_BATCH_TERMS terms, and what comes back to them, in fp32 at worst."""
+    return 2.0 * 4 * LOGIT_BATCH_TERMS * int(model.config.get_text_config().vocab_size)
+
+
+def choose_grain(model: Any) -> int:
+    """What lengths of flash attention's calls are multiples of."""
+    large = sum(it.numel() for it in model.parameters()) >= _LARGE_MODEL_PARAMETERS and not _has_experts(
+        model.config.get_text_config()
+    )
+    return FINE_GRAIN_TOKENS if large else GRAIN_TOKENS
+
+
+def _activation_bytes(model: Any, fused: bool) -> float:
+    """Of a token's activations, about: what each layer's steps keep for the backward pass."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = _head_width(config)
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
+    size = next(model.parameters()).element_size()
+    finer = any(it.element_size() > size for it in model.parameters() if it.requires_grad)
+    if fused and not _has_experts(config) and not finer:
+        # What goes into norms, and into attention and the feed-forward part; the latter's first two products. Queries
+        # before and behind their rotation, and the output; keys likewise, and values.
+        norms = sum(it.shape == (hidden,) for it in model.parameters()) // config.num_hidden_layers
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        numbers = 1.05 * ((2 + max(2, norms)) * hidden + 2 * inner + 3 * (heads + shared) * width)
+    else:
+        # Adapters in fp32 have a copy of what goes into them; experts aren't compiled.
+        numbers = 10 * hidden + (6 if _has_experts(config) else 4) * inner + 6 * heads * width
+    layers = config.num_hidden_layers
+    recurrent = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    more = (
+        recurrent
+        * getattr(config, "linear_num_value_heads", 0)
+        * 4
+        * (20 * getattr(config, "linear_value_head_dim", 0) + 384)
+    )
+    return float(layers * numbers * size + more)
+
+
+def _head_width(config: Any) -> int:
+    """Of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def _training_state_bytes(model: Any) -> int:
+    """Gradients, and an optimizer's two means."""
+    sizes: Iterable[int] = (it.numel() * it.element_size() for it in model.parameters() if it.requires_grad)
+    return 3 * sum(sizes)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":") for line in lines)
+        return min(1024 * int(fields["MemAvailable"].split()[0]), _free_container_bytes())
+    except (OSError, KeyError):
+        return 4 * 2**30  # not Linux: what most machines have
+
+
+def _free_container_bytes() -> int:
+    """A container sees the machine's memory, and may have less of it."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        return 2**62 if limit == "max" else int(limit) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 2**62

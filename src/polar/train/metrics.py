@@ -1,8 +1,9 @@
-"""What is told of each step: a line of JSON always, TensorBoard and W&B where they are wanted."""
+"""What a run reports: a line of JSON for each step, TensorBoard and W&B if wanted, and a plot at the end."""
 
 import asyncio
 import contextlib
 import shutil
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -117,8 +118,8 @@ class _Wandb:
             wandb = import_module("wandb")
         except ImportError as error:
             raise ConfigError("metrics.wandb takes the package wandb: pip install wandb.") from error
-        told = settings.model_dump(mode="json", exclude={"rollout": {"token"}, "sync": {"api_key"}, "polar": True})
-        self._run = wandb.init(project=project, id=run, name=run, dir=str(output), resume="allow", config=told)
+        config = settings.model_dump(mode="json", exclude={"rollout": {"token"}, "sync": {"api_key"}, "polar": True})
+        self._run = wandb.init(project=project, id=run, name=run, dir=str(output), resume="allow", config=config)
         # W&B's own step only grows: after a resume it would drop the steps that are trained again.
         self._run.define_metric("*", step_metric="step")
 
@@ -137,8 +138,8 @@ def _create_writers(output: Path, wanted: MetricsSettings, settings: TrainSettin
 
 
 class GpuMonitor:
-    """How busy the GPUs of this machine are, whoever uses them. Use as an async context manager; without nvidia-smi it
-    has nothing to say."""
+    """How busy the GPUs of this machine are, with all processes on them. Use as an async context manager. Without
+    nvidia-smi it measures nothing."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._program = shutil.which("nvidia-smi") if enabled else None
@@ -174,3 +175,27 @@ class GpuMonitor:
         """The mean share since this was asked last."""
         seen, self.utilizations = self.utilizations, []
         return sum(seen) / len(seen) if seen else None
+
+
+def plot_rewards(history: Sequence[StepMetrics], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    training = [(one.step, one.reward) for one in history if one.reward is not None and one.step]
+    held_out = [(one.step, one.held_out) for one in history if one.held_out is not None]
+    if training:
+        axes.plot(
+            *zip(*training, strict=True), color="#7aa6c2", marker=".", label="training tasks, while they are sampled"
+        )
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color="#c1440e", marker="o", label="held-out tasks")
+    axes.set(xlabel="step", ylabel="mean reward", title=title)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if training or held_out:
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

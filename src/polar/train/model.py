@@ -1,6 +1,5 @@
 """The model that is trained: loaded from a folder, with adapters or without, on whatever device there is."""
 
-import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,9 @@ from typing import Any
 import torch
 
 from polar.errors import ConfigError
-from polar.train import atomic_files
-from polar.train.memory import OutOfMemory, is_out_of_memory
+from polar.torch_runtime import is_out_of_memory
+from polar.train.memory import OutOfMemory
 from polar.train.settings import LoraSettings, ModelSettings
-
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 def resolve_device(settings: ModelSettings) -> torch.device:
@@ -25,8 +22,10 @@ def resolve_device(settings: ModelSettings) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on how torch was built
-        said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-        raise ConfigError(f"model.device: {settings.device!r} can't be used here: {said}. Set cpu or auto.") from error
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        raise ConfigError(
+            f"model.device: {settings.device!r} can't be used here: {reason}. Set cpu or auto."
+        ) from error
     return device
 
 
@@ -93,21 +92,3 @@ def _freeze_below(model: Any, layers: int) -> None:
     for layer in decoder.layers[-layers:]:
         layer.requires_grad_(True)
     decoder.norm.requires_grad_(True)
-
-
-def export_model(model: Any, base: Path, folder: Path) -> None:
-    """A folder that any engine can serve: the weights with adapters merged in, and the tokenizer as it was."""
-    from safetensors.torch import save_file
-
-    from polar.train.weight_sync.merged_weights import get_merged_weights
-
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    tied = set(inner.all_tied_weights_keys)  # none where its config ties nothing
-    with atomic_files.create_folder_atomically(folder) as made:
-        for file in base.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
-                shutil.copyfile(file, made / file.name)
-        weights = {
-            name: tensor.cpu().contiguous() for name, tensor in get_merged_weights(model).items() if name not in tied
-        }
-        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})

@@ -2,8 +2,8 @@
 
 Such a layer has a memory: the last inputs of a short convolution, and a matrix that each token rewrites. The memory
 behind a token is all that those after it know of their path. So a chunk is taken apart into runs: tokens that follow
-each other on a path, up to where somebody else goes on as well. A run begins with the memory behind the token before
-it. Runs that wait for nobody go through the layer together; then those that go on from them, and so forth.
+each other on a path, up to where another path goes on as well. A run begins with the memory behind the token before
+it. Runs that wait for no other go through the layer together; then those that go on from them, and so forth.
 
 From chunk to chunk memories are handed on as keys and values are: they are inputs there, and what comes back to them
 as gradients is added up where they are from, whose backward pass begins with it.
@@ -26,9 +26,8 @@ from torch.nn import functional
 
 from polar.errors import ConfigError
 from polar.records.trajectory import ROOT
-from polar.train.chunks import Chunk
-from polar.train.device_transfer import to_device
-from polar.train.forest import Forest, Indices
+from polar.train.memory import to_device
+from polar.train.packing import Chunk, Forest, Indices
 
 BLOCK_TOKENS = 64
 """The rule works on so many tokens at once: filling a run up to as many costs nothing."""

@@ -1,25 +1,29 @@
-"""Groups to train on, from the rollout service: submitted ahead of time, and read in the order in which they end.
+"""Groups from the rollout service: those to train on, and held-out tasks.
 
-Which task is the next one follows from the seed alone, and so does its name at the service. So whoever starts anew
-submits the same again, and what has run, or runs, is not run twice. A group is settled once nothing more is wanted of
-it: it was trained on, or left out. So many groups are on their way, unsettled, that a step's worth of them can be
+Groups to train on are submitted ahead of time, and read in the order in which they end.
+
+Which task is the next one follows from the seed alone, and so does its name at the service. So a process that starts
+anew submits the same again, and what has run, or runs, is not run twice. A group is settled once nothing more is wanted
+of it: it was trained on, or left out. So many groups are on their way, unsettled, that a step's worth of them can be
 trained on while those of the next `max_lag` steps are sampled.
 """
 
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from polar.client.async_client import AsyncClient
 from polar.config import SamplingOverrides
 from polar.records.task import TaskRequest
 from polar.train import groups
 from polar.train.groups import RolloutGroup
-from polar.train.settings import RolloutSettings
+from polar.train.settings import EvaluationSettings, RolloutSettings
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.session import TREE_BUILDER
 
@@ -186,7 +190,7 @@ class RolloutScheduler:
                 await self._ready.put(group)
 
     def _find_index(self, task_id: str) -> int | None:
-        """None of somebody else's: an evaluation's, say."""
+        """None for groups of others: an evaluation's, say."""
         epoch, _, name = task_id.removeprefix(f"{self._name}/").partition("/")
         ours = task_id.startswith(f"{self._name}/") and epoch.isdecimal() and name in self._tasks
         return self._order.get_group_index(int(epoch), name) if ours else None
@@ -195,7 +199,7 @@ class RolloutScheduler:
 _UNMODIFIED_SAMPLING = SamplingOverrides(
     top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
 )
-"""Whatever a harness asks for, it is sampled from the policy itself: else nobody could say how probable a token was."""
+"""Whatever a harness wants, tokens are sampled from the policy itself: else their probabilities would be unknown."""
 
 
 def merge_sampling(task: TaskRequest, settings: RolloutSettings, **others: object) -> object:
@@ -204,3 +208,74 @@ def merge_sampling(task: TaskRequest, settings: RolloutSettings, **others: objec
         _UNMODIFIED_SAMPLING.model_dump(exclude_none=True) | settings.sampling.model_dump(exclude_none=True) | others
     )
     return task.sampling.model_copy(update=wanted)
+
+
+# Held-out tasks
+
+
+class EvaluationResult(Struct):
+    """`reward` is the mean over sessions that have one."""
+
+    step: int
+    reward: float | None
+    sessions: int
+    reasons: dict[str, int] = field(default_factory=dict)  # of sessions that have none
+    rewards: dict[str, list[float]] = field(default_factory=dict)  # by task
+
+
+class Evaluation:
+    """Held-out tasks through the same service, under names of their own: what is sampled for them is never trained
+    on."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        tasks: Sequence[TaskRequest],
+        settings: EvaluationSettings,
+        rollout: RolloutSettings,
+        *,
+        name: str,
+    ) -> None:
+        self._client = client
+        self._tasks = tasks
+        self._settings = settings
+        self._rollout = rollout
+        self._name = name
+
+    def is_due(self, step: int, last: int) -> bool:
+        if not self._tasks:
+            return False
+        return step in (0, last) or (self._settings.every is not None and step % self._settings.every == 0)
+
+    async def run(self, step: int) -> EvaluationResult:
+        """All of them, before whatever else is queued."""
+        changes: dict[str, Any] = {}
+        if self._settings.temperature is not None:
+            changes["temperature"] = self._settings.temperature
+        names = {f"{self._name}/held-out/{step}/{task.task_id}": task for task in self._tasks}
+        tasks = [
+            task.model_copy(
+                update={
+                    "task_id": name,
+                    "run": self._rollout.run,
+                    "num_samples": self._settings.samples,
+                    "sampling": merge_sampling(task, self._rollout, **changes),
+                    "dispatch_priority": min(task.dispatch_priority + 1, 100),
+                    "max_lag": 0,  # an engine that came back with other weights is not what is measured
+                    "on_stale": "cancel",
+                }
+            )
+            for name, task in names.items()
+        ]
+        await self._client.submit(tasks)
+        rewards: dict[str, list[float]] = {task.task_id: [] for task in self._tasks}
+        reasons: Counter[str] = Counter()
+        async for ended in self._client.as_completed(names):
+            for result in ended.results:
+                if result.reward is None:
+                    reasons[result.reason or "not_evaluated"] += 1
+                else:
+                    rewards[names[ended.task_id].task_id].append(result.reward)
+        earned = [reward for one in rewards.values() for reward in one]
+        mean = sum(earned) / len(earned) if earned else None
+        return EvaluationResult(step, mean, len(earned) + reasons.total(), dict(reasons), rewards)

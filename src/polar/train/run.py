@@ -9,25 +9,22 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from polar.client.async_client import AsyncClient
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 from polar.config import EngineSettings
 from polar.errors import ConfigError
 from polar.records.task import TaskRequest
 from polar.rollout.overrides import Overrides
-from polar.train import reward_plot
-from polar.train.checkpoint import CheckpointStore
-from polar.train.compute_thread import run_on_compute_thread
-from polar.train.engine_weights import EngineWeightPublisher
-from polar.train.evaluation import Evaluation
+from polar.torch_runtime import run_on_compute_thread
+from polar.train.checkpoint import CheckpointStore, export_model
 from polar.train.learner import Learner
-from polar.train.metrics import GpuMonitor, Metrics, StepMetrics
-from polar.train.model import export_model
-from polar.train.rollouts import RolloutScheduler
+from polar.train.metrics import GpuMonitor, Metrics, StepMetrics, plot_rewards
+from polar.train.rollouts import Evaluation, RolloutScheduler
 from polar.train.service_process import ServiceProcess, build_service_settings, get_engine_state_file
 from polar.train.settings import TrainSettings
 from polar.train.trainer import NullObserver, Trainer, TrainingObserver, WeightPublisher
-from polar.train.weight_sync.staging import move_weights_to_disk, remove_staged_weights
 from polar.trajectory.session import TRACE_BUILDER, TREE_BUILDER
+from polar.weight_sync.files import move_weights_to_disk, remove_staged_weights
+from polar.weight_sync.publisher import ModelWeightPublisher
 
 T = TypeVar("T")
 
@@ -49,7 +46,7 @@ class TrainingResult(Struct):
     @property
     def held_out_before(self) -> float | None:
         """What the held-out tasks earned before the first step."""
-        return next((told.held_out for told in self.history if told.step == 0), None)
+        return next((metrics.held_out for metrics in self.history if metrics.step == 0), None)
 
     @property
     def held_out_after(self) -> float | None:
@@ -76,19 +73,28 @@ async def train(settings: TrainSettings, watcher: TrainingObserver | None = None
             url = service.url
         learner = await run_on_compute_thread(Learner, folder, settings)
         client = await stack.enter_async_context(AsyncClient(url, token, settings.rollout.run))
-        engines: EngineWeightPublisher | None = None
+        publisher: ModelWeightPublisher | None = None
         if engine.kind != _WEIGHTLESS_ENGINE_KIND:
-            engines = EngineWeightPublisher(client, engine, settings.sync, learner, output)
+            sync = settings.sync
+            publisher = ModelWeightPublisher(
+                client,
+                engine,
+                learner,
+                output,
+                transport=sync.transport,
+                tolerance=sync.tolerance,
+                patience=sync.patience,
+            )
         disturbed = asyncio.Event() if service is None else service.restarted
-        training = train_with_client(client, settings, learner, engines, tasks, watcher or NullObserver(), disturbed)
+        training = train_with_client(client, settings, learner, publisher, tasks, watcher or NullObserver(), disturbed)
         try:
             history = await (training if service is None else _run_until_service_fails(training, service))
         finally:
-            if engines is not None:
-                await engines.close()
+            if publisher is not None:
+                await publisher.close()
         outcome = TrainingResult(history, output, output / "model", output / "reward.png")
         await asyncio.to_thread(export_model, learner.model, folder, outcome.model)
-        await asyncio.to_thread(reward_plot.plot_rewards, history, outcome.plot, settings.name)
+        await asyncio.to_thread(plot_rewards, history, outcome.plot, settings.name)
         return outcome
 
 
@@ -96,13 +102,13 @@ async def train_with_client(
     client: AsyncClient,
     settings: TrainSettings,
     learner: Learner,
-    engines: WeightPublisher | None,
+    publisher: WeightPublisher | None,
     tasks: TrainingTasks,
     watcher: TrainingObserver,
     weights_lost: asyncio.Event,
 ) -> list[StepMetrics]:
-    """At a service that runs; the learner is as it was loaded. `disturbed` is set when engines may have lost their
-    weights."""
+    """At a service that runs; the learner is as it was loaded. `weights_lost` is set when engines may have lost
+    their weights."""
     output, rollout = settings.output_folder, settings.rollout
     checkpoints = CheckpointStore(output, settings.checkpoint.keep)
     name = checkpoints.load_or_create_run_id(settings.name, settings.seed, [task.task_id for task in tasks.train])
@@ -128,7 +134,7 @@ async def train_with_client(
                 settings,
                 learner=learner,
                 rollouts=rollouts,
-                publisher=engines,
+                publisher=publisher,
                 evaluation=Evaluation(client, tasks.held_out, settings.evaluation, rollout, name=name),
                 checkpoints=checkpoints,
                 metrics=metrics,

@@ -73,7 +73,7 @@ class ServiceProcess:
     """`polar up` on free ports, with its data in the output folder. Use as an async context manager."""
 
     def __init__(self, settings: TrainSettings, variables: dict[str, str], output: Path) -> None:
-        self.restarted = asyncio.Event()  # set when it has been started again; whoever has seen to that clears it
+        self.restarted = asyncio.Event()  # set when it has been started again; cleared by whoever handles that
         self.url = f"http://127.0.0.1:{_free_port()}"
         self._data = output / "service"
         self._log = output / "service.log"
@@ -133,7 +133,7 @@ class ServiceProcess:
 
     def _last_lines(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()[-_SHOWN_LOG_LINES:]
-        return " / ".join(lines) or "it said nothing"
+        return " / ".join(lines) or "it wrote nothing"
 
     async def _start(self) -> int | None:
         """None once it serves; its exit status where it ends before."""

@@ -118,7 +118,7 @@ class MetricsSettings(SettingsSection):
     """`metrics.jsonl` is written in any case."""
 
     tensorboard: bool = Field(False, description="write events for TensorBoard")
-    wandb: str | None = Field(None, description="the project, where W&B is to be told")
+    wandb: str | None = Field(None, description="the W&B project that metrics go to")
 
 
 class SyncSettings(SettingsSection):
@@ -126,6 +126,9 @@ class SyncSettings(SettingsSection):
 
     kind: str | None = Field(None, description="of the engines, where the server isn't started here")
     api_key: str | None = Field(None, repr=False, description="of the engines")
+    transport: str | None = Field(
+        None, description="how weights get there; vllm_ipc: in memory, on one GPU [default: as the engines' kind does]"
+    )
     tolerance: float | None = Field(None, gt=0, description="of log-probabilities, engine against trainer")
     patience: float = Field(300, gt=0, description="seconds to wait for an engine that is away")
 

@@ -19,17 +19,18 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
+from polar.torch_runtime import run_on_compute_thread
 from polar.train.batch import TrainingGroup, mark_stale_sessions, select_training_sessions
 from polar.train.checkpoint import CheckpointStore, JournalEntry, Progress
-from polar.train.compute_thread import run_on_compute_thread
-from polar.train.evaluation import Evaluation
 from polar.train.groups import RolloutGroup, TokenColumns
 from polar.train.learner import Learner, LearnerStats, compute_mean_ratio
 from polar.train.metrics import GpuMonitor, Metrics, StepMetrics
-from polar.train.rollouts import RolloutScheduler
+from polar.train.rollouts import Evaluation, RolloutScheduler
 from polar.train.settings import TrainSettings
-from polar.train.sync import ProbeFailedError, SyncError
 from polar.trajectory.checker import HOLD_REASONS
+from polar.weight_sync.base import ProbeFailedError, SyncError
+from polar.weight_sync.publisher import EngineVersions
+from polar.weight_sync.updater import SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -39,34 +40,21 @@ _MAX_UPDATE_ATTEMPTS = 3  # of an update of the engines
 
 
 class WeightPublisher(Protocol):
-    """Where the weights go; see `weights.EngineWeights`."""
+    """Where the weights go; see `polar.weight_sync.publisher.ModelWeightPublisher`."""
 
-    async def read_versions(self) -> "EngineVersions": ...
+    async def read_versions(self) -> EngineVersions: ...
 
     async def has_trainer_weights(self, version: int) -> bool:
         """Whether all of them sample with the trainer's weights."""
         ...
 
-    async def publish(self, version: int) -> "WeightUpdateResult":
-        """They get them. Raises SyncError."""
+    async def publish(self, version: int) -> SyncReport:
+        """Gives the engines the trainer's weights. Raises SyncError."""
         ...
 
 
-class EngineVersions(Struct):
-    """Of the engines' weights: as the service labels what they sample, and as they say themselves."""
-
-    labeled: set[int]
-    held: set[int] = field(default_factory=set)
-
-
-class WeightUpdateResult(Struct):
-    max_logprob_difference: float  # difference of log-probabilities, engine against trainer
-    paused_seconds: float  # seconds
-    seconds: dict[str, float] = field(default_factory=dict)  # by step of the update
-
-
 class TrainingObserver(Protocol):
-    """Somebody who looks on."""
+    """Is notified of what the trainer does."""
 
     def on_begin(self, history: list[StepMetrics], steps: int) -> None: ...
 
@@ -125,8 +113,8 @@ class Trainer:
         weights_lost: asyncio.Event,
         gpu: GpuMonitor,
     ) -> None:
-        """Without `engines` weights go nowhere (an engine without a model). `disturbed` is set when engines may have
-        lost their weights."""
+        """Without `publisher` weights go nowhere (an engine without a model). `weights_lost` is set when engines may
+        have lost their weights."""
         self._settings = settings
         self._learner = learner
         self._rollouts = rollouts
@@ -147,7 +135,7 @@ class Trainer:
         self._observer.on_begin(self._metrics.history, last)
         await self._align_engines()
         await self._rollouts.submit()
-        if not any(told.step == progress.step for told in self._metrics.history):
+        if not any(metrics.step == progress.step for metrics in self._metrics.history):
             metrics = StepMetrics(progress.step, progress.version)
             await self._evaluate(metrics)
             self._report(metrics)
@@ -188,7 +176,7 @@ class Trainer:
             with self._timed("sync"):
                 updated = await self._publish_weights()
             if updated is not None:
-                metrics.probe_largest, metrics.stood_still = updated.max_logprob_difference, updated.paused_seconds
+                metrics.probe_largest, metrics.stood_still = updated.difference.largest, updated.paused_seconds
                 self._seconds |= updated.seconds
         metrics.version = progress.version
         await self._rollouts.submit()
@@ -235,7 +223,7 @@ class Trainer:
         process that made it: so many updates after the checkpoint that was gone on from."""
         known = [one for one in self._progress.steps_of if one <= version]
         if not known:
-            return 1 + self._progress.step + self._settings.rollout.max_lag  # nobody knows: too old
+            return 1 + self._progress.step + self._settings.rollout.max_lag  # unknown: too old
         nearest = max(known)
         return max(0, self._progress.step - self._progress.steps_of[nearest] - (version - nearest))
 
@@ -264,8 +252,8 @@ class Trainer:
             await self._align_engines()
 
     async def _align_engines(self) -> None:
-        """Makes sure that the engines have these weights, under their version. One that somebody has seen already may
-        stand for weights that were lost with a process before this one: then these get a larger one."""
+        """Makes sure that the engines have these weights, under their version. A version that the service or an engine
+        knows may stand for weights that were lost with a process before this one: then these get a larger one."""
         if self._publisher is None:
             return
         own, known = self._progress.version, await self._publisher.read_versions()
@@ -277,7 +265,7 @@ class Trainer:
             self._progress.steps_of[self._progress.version] = self._progress.step
         await self._publish_weights()
 
-    async def _publish_weights(self) -> WeightUpdateResult | None:
+    async def _publish_weights(self) -> SyncReport | None:
         if self._publisher is None:
             return None
         for tried in range(1, _MAX_UPDATE_ATTEMPTS + 1):
@@ -286,7 +274,7 @@ class Trainer:
             except SyncError as error:
                 if tried == _MAX_UPDATE_ATTEMPTS:
                     raise
-                log.warning("The engines are told again: %s", error)
+                log.warning("The engines get their weights again: %s", error)
                 if isinstance(error, ProbeFailedError):
                     self._progress.version += 1
                     self._progress.steps_of[self._progress.version] = self._progress.step
@@ -302,7 +290,7 @@ class Trainer:
             metrics.version = self._progress.version
             metrics.held_out, metrics.held_out_excluded = found.reward, found.reasons
 
-    # What is told
+    # Metrics
 
     def _build_metrics(self, collected: _CollectedGroups) -> StepMetrics:
         members = [member for group in collected.groups for member in group.members]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from polar.dialects.wire import cache_decoded_items
+from polar.dialects.raw_fields import cache_decoded_items
 from polar.errors import StoreError
 from polar.harnesses import find_call_patterns
 from polar.plugins import load as load_plugin

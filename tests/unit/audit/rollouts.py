@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polar.audit.raw_row import RawRow, build_row
-from polar.audit.rows import RolloutRow
+from polar.audit.rows import RawRow, RolloutRow, build_row
 from polar.trajectory.teacher import Teacher
 from tests.unit.train import tiny
 

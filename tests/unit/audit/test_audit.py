@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.audit.audit import AuditReport, audit
-from polar.audit.raw_row import RawRow
+from polar.audit.rows import RawRow
 from polar.errors import ConfigError
 from polar.trajectory.teacher import Teacher
 from tests.unit.audit.rollouts import VOCABULARY, Policy, fields, rows, small, teacher

@@ -31,7 +31,7 @@ from benchmarks.tree.report import BuilderCost, TimedStep, TreePlan, TreeReport,
 from polar.errors import ConfigError
 from polar.records.trajectory import SessionPaths
 from polar.records.trajectory import TokenPath as TokenPath
-from polar.train.forest import pack_forest
+from polar.train.packing import pack_forest
 from polar.trajectory.tree import build_token_tree
 
 SIZES = ModelSizes(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=4, vocabulary=32)

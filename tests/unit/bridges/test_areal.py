@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polar.bridges import areal, shared_groups
+from polar.bridges import areal, rollouts
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
@@ -14,7 +14,7 @@ from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path, session
 
 
-class Bridge:
+class PlayedBridge:
     def __init__(self, _: Any) -> None:
         self.told: list[Any] = []
         self.engines = self
@@ -22,7 +22,7 @@ class Bridge:
     def attach(self, urls: list[str], version: int) -> Any:
         return (urls, version)
 
-    def begin_update(self, mode: str) -> Any:
+    def freeze(self, mode: str) -> Any:
         return mode
 
     def run(self, what: Any) -> None:
@@ -31,7 +31,7 @@ class Bridge:
 
 @pytest.fixture(autouse=True)
 def _bridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(areal, "Bridge", Bridge)
+    monkeypatch.setattr(areal, "BlockingBridge", PlayedBridge)
 
 
 def trainer(**changes: Any) -> Any:
@@ -54,7 +54,7 @@ def trainer(**changes: Any) -> Any:
 
 def test_generation_stands_still_while_weights_change() -> None:
     one = trainer()
-    bridge: Any = areal.follow(one)
+    bridge: Any = areal.follow(one).bridge
     urls = ["http://10.0.0.1:80", "http://10.0.0.2:80"]
     assert bridge.told == [(urls, 3)]
     one.rollout.pause()
@@ -68,7 +68,7 @@ def test_generation_stands_still_while_weights_change() -> None:
 def test_weights_without_a_new_version() -> None:
     """As when AReaL recovers: it says the version behind."""
     one = trainer()
-    bridge: Any = areal.follow(one)
+    bridge: Any = areal.follow(one).bridge
     one.rollout.pause()
     one.rollout.resume()
     assert bridge.told[1:] == ["drain", (urls := ["http://10.0.0.1:80", "http://10.0.0.2:80"], 3)]
@@ -82,7 +82,7 @@ def test_engines_that_sleep_are_not_asked() -> None:
     engine = one.rollout
     engine.offload, engine.onload = lambda: one.done.append("offload"), lambda: one.done.append("onload")
     one._should_offload_rollout, one.eval_rollout = True, SimpleNamespace(**vars(engine))
-    bridge: Any = areal.follow(one)
+    bridge: Any = areal.follow(one).bridge
     urls = ["http://10.0.0.1:80", "http://10.0.0.2:80"]
     bridge.told.clear()
     for call in (engine.pause, engine.offload, engine.pause):
@@ -103,7 +103,7 @@ def test_engines_that_sleep_are_not_asked() -> None:
 def test_servers_of_a_controller() -> None:
     one = trainer()
     one.rollout.server_infos = [SimpleNamespace(host="there", port=81)]
-    bridge: Any = areal.follow(one)
+    bridge: Any = areal.follow(one).bridge
     assert bridge.told == [(["http://there:81"], 3)]
 
 
@@ -148,7 +148,7 @@ def episodes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """AReaL's modules, as far as an episode needs them, and a service without a session of another temperature than
     0.7. The clients that were made."""
     monkeypatch.setattr(areal, "_register_workflow", lambda: None)
-    monkeypatch.setattr(shared_groups, "_shared_groups", {})
+    monkeypatch.setattr(rollouts, "_shared_groups", {})
     made: list[Any] = []
 
     class Asked(RolloutClient):
@@ -159,7 +159,7 @@ def episodes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             ran = item(session(path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
             return SessionGroup(task, key, 1, [ran], [])
 
-    monkeypatch.setattr(shared_groups, "RolloutClient", Asked)
+    monkeypatch.setattr(rollouts, "RolloutClient", Asked)
     parts: dict[str, dict[str, Any]] = {
         "areal.infra": {"workflow_context": Context},
         "areal.utils": {"stats_tracker": SimpleNamespace(get=lambda _: SimpleNamespace(scalar=lambda **_: None))},

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from polar.bridges import nemo_gym
-from polar.bridges.bridge import Bridge
+from polar.bridges import bridge as bridge_module
+from polar.bridges.bridge import BlockingBridge
 from polar.bridges.nemo_gym import SessionRunner, agent_class, build_verify_response, collect_replies, split_traces
 from polar.bridges.nemo_rl import NemoRl, SessionAdvantageEstimator, build_batch, build_message_log
 from polar.bridges.rollouts import SessionGroup
-from polar.bridges.settings import load_settings
+from polar.bridges.settings import BridgeSettings, load_settings
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.records.trajectory import SessionPaths, Trace
@@ -114,8 +114,8 @@ class Rollouts:
 
 
 def playing(monkeypatch: pytest.MonkeyPatch, rollouts: Rollouts, *, resume: bool = False) -> SessionRunner:
-    monkeypatch.setattr(nemo_gym, "RolloutClient", lambda _: rollouts)
-    return SessionRunner(Mock(), resume=resume)
+    monkeypatch.setattr(bridge_module, "RolloutClient", lambda _: rollouts)
+    return SessionRunner(BridgeSettings(name="first", tasks=["tasks.jsonl"]), resume=resume)
 
 
 ROW: dict[str, Any] = {"task_id": "t", "responses_create_params": {"input": []}}
@@ -173,7 +173,9 @@ async def test_engines_are_named_without_their_path(monkeypatch: pytest.MonkeyPa
     """NeMo RL lists them with that of OpenAI's API."""
     played: Any = Rollouts()
     played.client = Client()
-    await playing(monkeypatch, played).attach(["http://a:1/v1", "http://b:2/v1/", "http://c:3", "http://a:1"], 3)
+    await playing(monkeypatch, played).engines.attach(
+        ["http://a:1/v1", "http://b:2/v1/", "http://c:3", "http://a:1"], 3
+    )
     assert played.client.urls == ["http://a:1", "http://b:2", "http://c:3"]
 
 
@@ -202,7 +204,7 @@ async def test_an_agent_that_fails_closes_its_client(monkeypatch: pytest.MonkeyP
     for name in ("fastapi", *(f"nemo_gym{name}" for name in names)):
         monkeypatch.setitem(sys.modules, name, gym)
     played = Rollouts()
-    monkeypatch.setattr(nemo_gym, "RolloutClient", lambda _: played)
+    monkeypatch.setattr(bridge_module, "RolloutClient", lambda _: played)
     known = {"name": "first", "tasks": ["tasks.jsonl"]}
     config = SimpleNamespace(polar=known, resume=False, engines=None, version=0)
     made: Any = agent_class()
@@ -357,7 +359,7 @@ class Keys:
 def keys(*rounds: str, validates: str = "", step: int = 7) -> list[str]:
     """Of a trainer that begins at this step: what it asks for, first to validate."""
     bridge = Keys()
-    loop = NemoRl(cast(Bridge, bridge), rows=8, step=step)
+    loop = NemoRl(cast(BlockingBridge, bridge), rows=8, step=step)
 
     def ask(tasks: str) -> None:
         loop.run_groups([{"task_id": name} for name in tasks], {})
@@ -405,7 +407,7 @@ def test_log_probabilities_of_another_temperature(scale: float | None) -> None:
 @pytest.mark.slow
 def test_a_step_from_real_rollouts(tmp_path: Path) -> None:
     """By NeMo RL's contract: groups, a batch, advantages, loss, an optimizer step; Polar hears of the refit."""
-    with served(tmp_path) as it, Bridge(it.settings()) as bridge:
+    with served(tmp_path) as it, BlockingBridge(it.settings()) as bridge:
         loop = NemoRl.from_config(bridge, config(), step=6)
         rows = [{"task_id": name} for name in ("plain-0", "split-0") for _ in range(4)]
         refitted: list[bool] = []

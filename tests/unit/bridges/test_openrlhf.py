@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges import openrlhf, shared_groups
-from polar.bridges.openrlhf_engine import EngineServer
+from polar.bridges import rollouts
+from polar.bridges.openrlhf import agent
+from polar.bridges.openrlhf.agent import EngineServer
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import SETTINGS_FILE_VARIABLE
 from polar.client.calls import ClientError
@@ -89,13 +90,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             ran = item(session(path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
             return SessionGroup(task, task, 2, [ran], [], Counter(timeout=1))
 
-    monkeypatch.setattr(shared_groups, "_shared_groups", {})
-    monkeypatch.setattr(shared_groups, "RolloutClient", Asked)
+    monkeypatch.setattr(rollouts, "_shared_groups", {})
+    monkeypatch.setattr(rollouts, "RolloutClient", Asked)
     return told
 
 
 def executor() -> Any:
-    return openrlhf.make_agent_executor({"tasks": ["anywhere"], "name": "one"}, serves_engine=False)()
+    return agent.make_agent_executor({"tasks": ["anywhere"], "name": "one"}, serves_engine=False)()
 
 
 def params(temperature: float = 0.7, *, logprobs: int | None = 1) -> Any:
@@ -103,7 +104,7 @@ def params(temperature: float = 0.7, *, logprobs: int | None = 1) -> Any:
 
 
 async def executed(made: Any, sampling: Any, *, trains: bool = True) -> list[dict[str, Any]]:
-    label = openrlhf.GroupLabel("t", "train-0", 2, 0, trains)
+    label = agent.GroupLabel("t", "train-0", 2, 0, trains)
     return list(await asyncio.gather(*(made.execute("go", label, sampling, 64, None, None) for _ in range(2))))
 
 
@@ -118,7 +119,7 @@ async def test_samples_of_a_prompt_are_one_group(asked: list[Any]) -> None:
 @pytest.mark.usefixtures("asked")
 async def test_one_sample_that_is_cancelled() -> None:
     """Takes the group from nobody else."""
-    made, label = executor(), openrlhf.GroupLabel("t", "k", 2, 0, is_training=True)
+    made, label = executor(), agent.GroupLabel("t", "k", 2, 0, is_training=True)
     first, second = (asyncio.ensure_future(made.execute("go", label, params(), 64, None, None)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
@@ -144,7 +145,7 @@ async def test_the_file_that_openrlhf_loads_knows_the_trainers_labels(
     file = tmp_path / "bridge.toml"
     file.write_text('name = "one"\ntasks = "anywhere"\n')
     monkeypatch.setenv(SETTINGS_FILE_VARIABLE, str(file))
-    spec = importlib.util.spec_from_file_location("agent_module", openrlhf.__file__)
+    spec = importlib.util.spec_from_file_location("agent_module", agent.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -163,7 +164,7 @@ async def test_an_engine_that_could_not_be_handed_over_is_tried_again(monkeypatc
         if len(tries) == 1:
             raise ClientError("It is away.")
 
-    made = openrlhf.make_agent_executor({"tasks": ["anywhere"], "name": "one"})()
+    made = agent.make_agent_executor({"tasks": ["anywhere"], "name": "one"})()
     monkeypatch.setattr(type(made), "_serve", serve)
     with pytest.raises(ClientError):
         await executed(made, params())

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from polar.bridges import openrlhf_trainer
-from polar.bridges.openrlhf import GroupLabel
-from polar.bridges.openrlhf_trainer import (
+from polar.bridges.openrlhf import trainer as openrlhf_trainer
+from polar.bridges.openrlhf.agent import GroupLabel
+from polar.bridges.openrlhf.trainer import (
     check_arguments,
     drop_prompts_without_reward,
     fill_optimizer_step,
@@ -239,23 +239,25 @@ def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPa
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
     class Client:
-        async def engines(self) -> Any:
-            return {"replicas": [{"url": "gone"}]}
-
         async def remove_engine(self, url: str) -> None:
             told.append(url)
 
     async def begin() -> None:
         told.append("begin")
 
+    async def list_urls() -> list[str]:
+        return ["gone"]
+
     bridge = SimpleNamespace(
-        engines=SimpleNamespace(resume_if_paused=begin), rollouts=SimpleNamespace(client=Client()), run=asyncio.run
+        engines=SimpleNamespace(resume_if_paused=begin, list_urls=list_urls),
+        rollouts=SimpleNamespace(client=Client()),
+        run=asyncio.run,
     )
     parts = {
         "openrlhf.trainer.ppo_utils.experience_maker": {"RemoteExperienceMaker": Part},
         "openrlhf.trainer.ppo_utils.samples_generator": {"SamplesGenerator": Part},
     }
     pretend(monkeypatch, parts)
-    monkeypatch.setattr(openrlhf_trainer, "Bridge", lambda _: bridge)
+    monkeypatch.setattr(openrlhf_trainer, "BlockingBridge", lambda _: bridge)
     openrlhf_trainer.make_polar_trainer(Trainer)("model", SimpleNamespace(args=arguments()))
     assert told == ["gone", "begin"]

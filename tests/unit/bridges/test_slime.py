@@ -14,7 +14,7 @@ import torch
 
 from polar.bridges import slime
 from polar.bridges.rollouts import SessionGroup
-from polar.bridges.slime_samples import build_samples, pad_to_ranks
+from polar.bridges.slime import build_samples, pad_to_ranks
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.records.trajectory import SessionPaths
@@ -43,7 +43,7 @@ class Engines:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    async def begin_update(self, mode: str) -> None:
+    async def freeze(self, mode: str) -> None:
         self.told.append(mode)
 
     async def finish_update(self, version: int) -> None:
@@ -90,7 +90,7 @@ def _trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run_of(args: Any, service: Service) -> Any:
     run: Any = slime._get_run(args)
-    run.bridge.rollouts.run_group = service.run_group
+    run.rollouts.run_group = service.run_group
     run.bridge.engines = Engines()
     return run
 

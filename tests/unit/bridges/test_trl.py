@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge
 from polar.bridges.rollouts import SessionGroup
-from polar.bridges.trl import RolloutFunc, get_task_id, recorded_reward
+from polar.bridges.trl.rollout_func import RolloutFunc, get_task_id, recorded_reward
 from polar.client.calls import ClientError
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
@@ -59,7 +59,7 @@ def trainer(*, training: bool = True, process: int = 0, rows: int | None = None)
         processing_class=SimpleNamespace(pad_token_id=PAD),
     )
     if rows is not None:
-        made.even_rows = lambda count: max(count, rows)
+        made.round_up_rows = lambda count: max(count, rows)
     return made
 
 
@@ -167,9 +167,9 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made = ModuleType(module)
         made.__dict__.update({name: type(name, (), {}) for name in names})
         monkeypatch.setitem(sys.modules, module, made)
-    monkeypatch.delitem(sys.modules, "polar.bridges.trl_trainers", raising=False)
-    yield import_module("polar.bridges.trl_trainers")
-    sys.modules.pop("polar.bridges.trl_trainers")
+    monkeypatch.delitem(sys.modules, "polar.bridges.trl.trainers", raising=False)
+    yield import_module("polar.bridges.trl.trainers")
+    sys.modules.pop("polar.bridges.trl.trainers")
 
 
 class Transfer:
@@ -207,7 +207,7 @@ def test_a_workers_advantages_are_those_of_trls_own(trainers: Any, monkeypatch: 
 
 
 def test_the_asynchronous_bridge_is_closed_after_training(trainers: Any, rollouts: RolloutFunc, tmp_path: Path) -> None:
-    bridge = Bridge(rollouts.bridge.rollouts.settings)
+    bridge = BlockingBridge(rollouts.bridge.rollouts.settings)
     trainers.WeightTransfer(bridge, None, tmp_path).destroy()
     with pytest.raises(ClientError, match="closed"):
         bridge.run(asyncio.sleep(0))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from polar.bridges import verifiers
+from polar.bridges import bridge
 from polar.bridges.rollouts import SessionGroup
 from polar.bridges.verifiers import Plugin, build_info, build_nodes, plugin
 from polar.records.trajectory import SessionPaths
@@ -111,7 +111,7 @@ def plugged(monkeypatch: pytest.MonkeyPatch) -> Plugin:
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(v1=vf))
     for name in ("", ".graph", ".trace"):
         monkeypatch.setitem(sys.modules, f"verifiers.v1{name}", vf)
-    monkeypatch.setattr(verifiers, "RolloutClient", Rollouts)
+    monkeypatch.setattr(bridge, "RolloutClient", Rollouts)
     monkeypatch.setattr(Rollouts, "made", [])
     return plugin({"name": "first", "tasks": ["tasks.jsonl"]})
 

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges import shared_groups, verl
-from polar.bridges.engines import WeightMismatchError
+from polar.bridges import rollouts
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import BridgeSettings
-from polar.bridges.verl_trainer import NamingAgentLoopManager, check_config, check_same_weights, make_polar_trainer
+from polar.bridges.verl import agent_loop
+from polar.bridges.verl.trainer import NamingAgentLoopManager, check_config, check_same_weights, make_polar_trainer
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
 from polar.export.base import SessionItem
 from polar.export.verl import trajectory_keys
 from polar.records.task import TaskRequest
 from polar.trajectory.builders import per_request
+from polar.weight_sync.base import WeightMismatchError
 from tests.unit.bridges.pretending import pretend
 from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path, session
@@ -31,7 +32,7 @@ def split(name: str) -> SessionItem:
 
 
 def test_a_session_is_one_output_a_trace() -> None:
-    first, second = verl.build_outputs(split("s"))
+    first, second = agent_loop.build_outputs(split("s"))
     assert (first["prompt_ids"], first["response_ids"], first["response_mask"]) == ([1, 2], [3, 4, 5], [1, 1, 1])
     assert (second["prompt_ids"], second["response_ids"]) == ([1, 7], [8])
     assert first["response_logprobs"] == [-1 / 64, -2 / 64, -3 / 64]
@@ -45,27 +46,29 @@ def test_a_session_is_one_output_a_trace() -> None:
 def test_without_recorded_logprobs() -> None:
     made = item(session(path(0, [1], [2], logprobs=False)), task_id="t")
     with pytest.raises(ConfigError, match="calculate_log_probs"):
-        verl.build_outputs(made)
-    assert [one["response_logprobs"] for one in verl.build_outputs(made, logprobs=False)] == [None]
-    assert [one["response_logprobs"] for one in verl.build_outputs(split("s"), logprobs=False)] == [None, None]
+        agent_loop.build_outputs(made)
+    assert [one["response_logprobs"] for one in agent_loop.build_outputs(made, logprobs=False)] == [None]
+    assert [one["response_logprobs"] for one in agent_loop.build_outputs(split("s"), logprobs=False)] == [None, None]
 
 
 def test_keys_go_by_session() -> None:
-    rows = [row for name in ("a", "b") for row in verl.build_outputs(split(name))]
+    rows = [row for name in ("a", "b") for row in agent_loop.build_outputs(split(name))]
     group = "run/step-1/t"
     assert trajectory_keys(rows) == [f"{group}_0_0", f"{group}_0_1", f"{group}_1_0", f"{group}_1_1"]
     one = item(session(path(0, [1], [2]), path(1, [1, 2, 3], [4])), per_request, task_id=group)
-    assert trajectory_keys(verl.build_outputs(one)) == [f"{group}_0_0", f"{group}_0_1"]
+    assert trajectory_keys(agent_loop.build_outputs(one)) == [f"{group}_0_0", f"{group}_0_1"]
 
 
 def test_sampling_is_the_trainers() -> None:
     params = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-    assert verl.build_sampling(params) == SamplingOverrides(temperature=0.7, top_p=0.9, top_k=0, repetition_penalty=1.0)
-    assert verl.build_sampling({"temperature": 0, "top_k": 20}) == SamplingOverrides(temperature=0, top_k=20)
+    assert agent_loop.build_sampling(params) == SamplingOverrides(
+        temperature=0.7, top_p=0.9, top_k=0, repetition_penalty=1.0
+    )
+    assert agent_loop.build_sampling({"temperature": 0, "top_k": 20}) == SamplingOverrides(temperature=0, top_k=20)
 
 
 def test_rows_name_tasks() -> None:
-    (row,) = verl.build_rows([TaskRequest(task_id="t", instruction="Go.")])
+    (row,) = agent_loop.build_rows([TaskRequest(task_id="t", instruction="Go.")])
     assert (row["task_id"], row["agent_name"], row["extra_info"]) == ("t", "polar", {"index": 0})
 
 
@@ -76,15 +79,15 @@ def group(samples: int, *given: SessionItem) -> SessionGroup:
 
 def test_a_group_of_which_nothing_is_left_has_failed() -> None:
     with pytest.raises(PolarError, match=r"Nothing of run/k/t can be trained on: timeout x 2\."):
-        verl.check_usable(group(2), "step-1")
+        agent_loop.check_usable(group(2), "step-1")
 
 
 def test_a_single_session_of_several_has_nothing_to_be_compared_with() -> None:
     """verl's GRPO would take its reward for its advantage. Validation has none."""
     with pytest.raises(PolarError, match=r"A single session of run/k/t can be trained on: timeout x 1\."):
-        verl.check_usable(group(2, split("a")), "step-1")
+        agent_loop.check_usable(group(2, split("a")), "step-1")
     for key, samples in (("val-1", 2), ("step-1", 1)):
-        verl.check_usable(group(samples, split("a")), key)
+        agent_loop.check_usable(group(samples, split("a")), key)
 
 
 async def test_an_agent_loop_is_given_the_session_that_verl_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +102,12 @@ async def test_an_agent_loop_is_given_the_session_that_verl_counts(monkeypatch: 
 
         def __init__(self, _: Any) -> None: ...
 
-    monkeypatch.setattr(shared_groups, "RolloutClient", Asked)
+    monkeypatch.setattr(rollouts, "RolloutClient", Asked)
     rollout = Table(calculate_log_probs=True)
     told = Table(config=Table(actor_rollout_ref=Table(rollout=rollout)))
-    row = {"task_id": "t", verl.KEY_FIELD: "step-1", verl.SAMPLES_FIELD: 3}
-    monkeypatch.setattr(verl, "parse_loop_settings", lambda _: BridgeSettings(name="run", tasks=[]))
-    made = [verl.AgentLoop({}, told).run({}, **row, session_id=number) for number in (2, 1, 0)]
+    row = {"task_id": "t", agent_loop.KEY_FIELD: "step-1", agent_loop.SAMPLES_FIELD: 3}
+    monkeypatch.setattr(agent_loop, "parse_loop_settings", lambda _: BridgeSettings(name="run", tasks=[]))
+    made = [agent_loop.AgentLoop({}, told).run({}, **row, session_id=number) for number in (2, 1, 0)]
     found = await asyncio.gather(*made)
     assert [[one.extra_fields["session_id"] for one in outputs] for outputs in found] == [[], ["b", "b"], ["a", "a"]]
     assert calls == [("t", "step-1", 3)]
@@ -118,7 +121,7 @@ def test_a_row_that_names_no_task_ends_the_training() -> None:
 
 
 async def test_another_trainer_mode_is_told_what_to_set() -> None:
-    loop = verl.AgentLoop.__new__(verl.AgentLoop)
+    loop = agent_loop.AgentLoop.__new__(agent_loop.AgentLoop)
     with pytest.raises(ConfigError, match=r"trainer\.v1\.trainer_mode"):
         await loop.run({}, task_id="t", session_id=0)
 
@@ -168,11 +171,11 @@ def test_kl_in_the_reward_is_refused() -> None:
 def test_routing_of_experts() -> None:
     call = path(0, [1, 2], [3])
     with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
-        verl.build_outputs(item(session(call), task_id="t"), experts=True)
+        agent_loop.build_outputs(item(session(call), task_id="t"), experts=True)
     call.experts = np.array([[[5, 6]], [[7, 8]]], np.uint8)
-    (told,) = verl.build_outputs(item(session(call), task_id="t"), experts=True)
+    (told,) = agent_loop.build_outputs(item(session(call), task_id="t"), experts=True)
     assert told["routed_experts"].tolist() == [[[5, 6]], [[7, 8]]]
-    assert "routed_experts" not in verl.build_outputs(item(session(call), task_id="t"))[0]
+    assert "routed_experts" not in agent_loop.build_outputs(item(session(call), task_id="t"))[0]
 
 
 def test_weights_are_proved() -> None:
@@ -186,7 +189,7 @@ def test_weights_are_proved() -> None:
 def batch_of(monkeypatch: pytest.MonkeyPatch, *scales: float | None) -> Any:
     """As verl's trainer has one: rows in its queue, and one that fills up."""
     calls = [path(seq, [1, 2 + seq], [3], scale=scale) for seq, scale in enumerate(scales)]
-    told = [one["extra_fields"] for one in verl.build_outputs(item(session(*calls), task_id="t"))]
+    told = [one["extra_fields"] for one in agent_loop.build_outputs(item(session(*calls), task_id="t"))]
     given = {"kv_batch_get": lambda keys, **_: {"extra_fields": [told[int(key)] for key in keys]}}
     pretend(monkeypatch, {"transfer_queue": given})
     tags: list[dict[str, bool]] = [*({} for _ in told), {"is_padding": True}]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from polar.cli.show_folder import describe_folder
-from polar.node.session_folder import SessionFolder
+from polar.node.finished_session import SessionFolder
 
 VERDICT: dict[str, Any] = {
     "task_id": "t",

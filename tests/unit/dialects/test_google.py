@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polar import ids
-from polar.dialects import google_wire
 from polar.dialects.base import Dialect, EncodedError
-from polar.dialects.google import Google, GoogleStreamEncoder
+from polar.dialects.google import Google
+from polar.dialects.google import wire as google_wire
+from polar.dialects.google.replies import GoogleStreamEncoder
 from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
 from polar.types import (
     FinishReason,

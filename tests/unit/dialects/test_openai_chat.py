@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageCustomTo
 
 from polar import ids
 from polar.dialects.openai_chat import OpenAIChat
-from polar.dialects.openai_chat_wire import ChatRequest
+from polar.dialects.openai_chat.wire import ChatRequest
 from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind, EngineError
 from polar.types import (
     FinishReason,

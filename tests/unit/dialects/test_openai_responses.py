@@ -15,8 +15,8 @@ from openai.types.responses import Response
 
 from polar import ids
 from polar.dialects.openai_responses import OpenAIResponses
-from polar.dialects.openai_responses_items import _ITEM_READERS
-from polar.dialects.openai_responses_wire import (
+from polar.dialects.openai_responses.items import _ITEM_READERS
+from polar.dialects.openai_responses.wire import (
     ECHO_DEFAULTS,
     FunctionCallIn,
     ObjectCallIn,

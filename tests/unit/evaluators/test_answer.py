@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.errors import ConfigError
-from polar.evaluators import pattern_search
+from polar.evaluators import answer as answer_module
 from polar.evaluators.answer import Answer, extract_answer, extract_last_number, normalize
 from tests.unit.evaluators.work import Place
 
@@ -87,7 +87,7 @@ async def test_an_empty_answer_is_never_right(place: Place) -> None:
 
 
 async def test_a_text_made_to_stop_the_search_earns_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pattern_search, "_SEARCH_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(answer_module, "_SEARCH_TIMEOUT_SECONDS", 0.5)
     assert await reward(place, "a" * 5000, expected="a", pattern="(a+)+b") == 0.0
 
 

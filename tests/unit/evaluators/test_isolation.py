@@ -10,8 +10,8 @@ import pytest
 from polar.errors import ConfigError
 from polar.evaluators import project_tests as evaluator
 from polar.evaluators import results, signed_run
-from polar.evaluators.confinement import MIN_LANDLOCK_VERSION, landlock_version
 from polar.evaluators.results import BrokenResultsError
+from polar.evaluators.sandbox.confinement import MIN_LANDLOCK_VERSION, landlock_version
 from polar.evaluators.signed_run import Isolation, SignedRun
 from polar.plugins import load
 from polar.records.session import Evidence

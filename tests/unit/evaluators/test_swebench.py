@@ -10,10 +10,9 @@ import pytest
 
 from polar.changes import find_changes
 from polar.errors import ConfigError
-from polar.evaluators import patch_paths
 from polar.evaluators.base import GraderError
 from polar.evaluators.swebench import SweBench
-from polar.patches import make_patch
+from polar.patches import list_patch_paths, make_patch
 from polar.records.session import Verdict
 from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import AgentWork, Place
@@ -196,8 +195,8 @@ def test_the_files_of_a_patch(tmp_path: Path) -> None:
     (before / "same.py").write_text("")
     (after / "same.py").write_text("")
     text = make_patch(before, after, find_changes(before, after)).text.decode()
-    assert sorted(patch_paths.list_paths(text)) == sorted({*names} - {"same.py"})
-    assert sorted(patch_paths.list_paths(text, existing_only=True)) == sorted({*names} - {"same.py", "gone.py"})
+    assert sorted(list_patch_paths(text)) == sorted({*names} - {"same.py"})
+    assert sorted(list_patch_paths(text, existing_only=True)) == sorted({*names} - {"same.py", "gone.py"})
     renamed = "diff --git a/x.py b/y.py\nsimilarity index 100%\nrename from x.py\nrename to y.py\n"
-    assert patch_paths.list_paths(renamed) == ["x.py", "y.py"]
-    assert patch_paths.list_paths(renamed, existing_only=True) == ["y.py"]
+    assert list_patch_paths(renamed) == ["x.py", "y.py"]
+    assert list_patch_paths(renamed, existing_only=True) == ["y.py"]

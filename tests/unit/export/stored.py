@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from polar.records.session import Session
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 from tests.unit.export.samples import Talk, said
 
 START = 1_700_000_000.0
@@ -27,7 +27,7 @@ def session(session_id: str, index: int, **changes: Any) -> Session:
 
 
 async def fill(path: Path, sessions: list[Session]) -> None:
-    store = SqliteStore.open(path)
+    store = open_sqlite_store(path)
     try:
         for one in sessions:
             made = talk(one.session_id)

@@ -20,7 +20,8 @@ from polar.export.sft import SftExporter
 from polar.export.tree import TreeExporter
 from polar.records.session import Session
 from polar.records.trajectory import SessionPaths, Trajectory, TreeTrajectory
-from polar.store.sqlite import SqliteStore
+from polar.store.relational import RelationalStore
+from polar.store.sqlite import open_sqlite_store
 from polar.trajectory.builders import prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
 from tests.unit.export.reading import lines
@@ -39,15 +40,15 @@ SESSIONS: list[Session] = [
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+async def store(tmp_path: Path) -> AsyncIterator[RelationalStore]:
     await fill(tmp_path / "polar.db", SESSIONS)
-    opened = SqliteStore.open(tmp_path / "polar.db")
+    opened = open_sqlite_store(tmp_path / "polar.db")
     yield opened
     await opened.close()
 
 
 async def run(
-    store: SqliteStore, make: Callable[[], Exporter] = ArealExporter, selection: Selection | None = None
+    store: RelationalStore, make: Callable[[], Exporter] = ArealExporter, selection: Selection | None = None
 ) -> tuple[list[bytes], Exporter, ExportTally]:
     written: list[bytes] = []
     exporter, tally = make(), ExportTally()
@@ -56,7 +57,7 @@ async def run(
     return written, exporter, tally
 
 
-async def test_sessions_without_a_reward_are_counted_with_their_reason(store: SqliteStore) -> None:
+async def test_sessions_without_a_reward_are_counted_with_their_reason(store: RelationalStore) -> None:
     written, exporter, tally = await run(store)
     assert [row["polar"]["session_id"] for row in lines(b"".join(written))] == ["bad", "bad", "good", "good"]
     assert (tally.sessions, exporter.rows, tally.trainable_tokens) == (2, 4, 12)
@@ -66,7 +67,7 @@ async def test_sessions_without_a_reward_are_counted_with_their_reason(store: Sq
     ]
 
 
-async def test_a_format_that_can_say_so_keeps_them(store: SqliteStore) -> None:
+async def test_a_format_that_can_say_so_keeps_them(store: RelationalStore) -> None:
     written, _, tally = await run(store, PolarExporter)
     rows = lines(b"".join(written))
     assert [row["session_id"] for row in rows] == ["unjudged", "lost", "cut", "bad", "good"]
@@ -75,17 +76,17 @@ async def test_a_format_that_can_say_so_keeps_them(store: SqliteStore) -> None:
     assert list(tally.left_out) == ["still open"]
 
 
-async def test_a_session_that_is_named_need_not_have_ended(store: SqliteStore) -> None:
+async def test_a_session_that_is_named_need_not_have_ended(store: RelationalStore) -> None:
     written, _, _ = await run(store, ArealExporter, Selection(sessions=("running", "good")))
     assert [row["polar"]["session_id"] for row in lines(b"".join(written))] == ["running", "running", "good", "good"]
 
 
-async def test_a_session_that_is_not_there(store: SqliteStore) -> None:
+async def test_a_session_that_is_not_there(store: RelationalStore) -> None:
     with pytest.raises(ConfigError, match="There is no session nowhere"):
         await run(store, ArealExporter, Selection(sessions=("nowhere",)))
 
 
-async def test_min_reward(store: SqliteStore) -> None:
+async def test_min_reward(store: RelationalStore) -> None:
     written, _, tally = await run(store, ParquetExporter, Selection(min_reward=0.5))
     assert len(written) > 0
     assert tally.sessions == 1
@@ -93,7 +94,7 @@ async def test_min_reward(store: SqliteStore) -> None:
     assert tally.left_out["without a reward"] == {"timeout": 2, "not_evaluated": 1}
 
 
-async def test_sft_takes_accepted_sessions_only(store: SqliteStore) -> None:
+async def test_sft_takes_accepted_sessions_only(store: RelationalStore) -> None:
     _, _, tally = await run(store, SftExporter)
     assert tally.sessions == 1
     assert tally.left_out["of too small a reward"] == {"not above 0": 1}
@@ -101,12 +102,12 @@ async def test_sft_takes_accepted_sessions_only(store: SqliteStore) -> None:
     assert tally.sessions == 2
 
 
-async def test_since(store: SqliteStore) -> None:
+async def test_since(store: RelationalStore) -> None:
     _, _, tally = await run(store, PolarExporter, Selection(since=START + 2))
     assert tally.sessions == 3
 
 
-async def test_a_role_trains_alone_and_weighs_all(store: SqliteStore) -> None:
+async def test_a_role_trains_alone_and_weighs_all(store: RelationalStore) -> None:
     written, _, tally = await run(store, ArealExporter, Selection(sessions=("good",), roles=frozenset(("subagent",))))
     rows = lines(b"".join(written))
     assert [row["polar"]["role"] for row in rows] == ["subagent"]
@@ -114,7 +115,7 @@ async def test_a_role_trains_alone_and_weighs_all(store: SqliteStore) -> None:
     assert tally.describe() == ["3 tokens of other roles were left out: main x 3"]
 
 
-async def test_a_role_that_nobody_has_leaves_nothing_to_train(store: SqliteStore) -> None:
+async def test_a_role_that_nobody_has_leaves_nothing_to_train(store: RelationalStore) -> None:
     _, exporter, tally = await run(
         store, ArealExporter, Selection(sessions=("good",), roles=frozenset(("compaction",)))
     )
@@ -126,7 +127,7 @@ async def test_pictures_that_stay_behind_are_counted(tmp_path: Path) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     talk = Talk("seen")
     talk.call([{"role": "user", "content": [picture]}], said("A cat."))
-    opened = SqliteStore.open(tmp_path / "polar.db")
+    opened = open_sqlite_store(tmp_path / "polar.db")
     try:
         await opened.create_session(session("seen", 0, reward=1.0))
         await opened.append(talk.exchanges[0])
@@ -138,7 +139,7 @@ async def test_pictures_that_stay_behind_are_counted(tmp_path: Path) -> None:
         await opened.close()
 
 
-async def test_groups_come_together(store: SqliteStore) -> None:
+async def test_groups_come_together(store: RelationalStore) -> None:
     written, _, _ = await run(store, TreeExporter)
     trees = {row["task_id"]: [one["session_id"] for one in row["sessions"]] for row in lines(b"".join(written))}
     assert trees == {"t": ["cut", "good"], "bad": ["bad"], "lost": ["lost"], "unjudged": ["unjudged"]}
@@ -146,7 +147,7 @@ async def test_groups_come_together(store: SqliteStore) -> None:
 
 async def test_more_sessions_than_a_page(tmp_path: Path) -> None:
     await fill(tmp_path / "polar.db", [session(f"s{index}", index, reward=1.0) for index in range(230)])
-    opened = SqliteStore.open(tmp_path / "polar.db")
+    opened = open_sqlite_store(tmp_path / "polar.db")
     try:
         _, exporter, tally = await run(opened)
     finally:
@@ -178,7 +179,7 @@ def test_roles_are_taken_out_of_the_training_not_of_the_context() -> None:
     assert restrict_to_roles(kept, frozenset(), tally) is kept
 
 
-async def test_a_damaged_session_is_held_back(tmp_path: Path, store: SqliteStore) -> None:
+async def test_a_damaged_session_is_held_back(tmp_path: Path, store: RelationalStore) -> None:
     with closing(sqlite3.connect(tmp_path / "polar.db", isolation_level=None)) as db:
         db.execute("UPDATE exchanges SET logprobs = zeroblob(length(logprobs)) WHERE session_id = 'good'")
     written, _, tally = await run(store, PolarExporter)
@@ -194,7 +195,7 @@ async def test_a_damaged_session_is_held_back(tmp_path: Path, store: SqliteStore
     assert "good" in {line["session_id"] for line in lines(b"".join(unchecked))}
 
 
-async def test_what_a_builder_got_wrong_is_held_back(store: SqliteStore) -> None:
+async def test_what_a_builder_got_wrong_is_held_back(store: RelationalStore) -> None:
     def wrong(sampled: SessionPaths) -> Trajectory:
         built = prefix_merging(sampled)
         built.traces[0].loss_mask = 1 - built.traces[0].loss_mask
@@ -205,7 +206,7 @@ async def test_what_a_builder_got_wrong_is_held_back(store: SqliteStore) -> None
     assert tally.left_out["held back by verification"].total() == 5
 
 
-async def test_a_tree_with_a_mistake_is_held_back(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tree_with_a_mistake_is_held_back(store: RelationalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(sessions: Sequence[SessionPaths]) -> TreeTrajectory:
         built = prefix_tree(sessions)
         built.ids = built.ids + 1

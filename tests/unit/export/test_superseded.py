@@ -6,13 +6,14 @@ from typing import Any
 from polar.export.pipeline import ExportTally, Selection, select_items
 from polar.records.session import Session, Verdict
 from polar.rollout.protocol import SessionOutcome
-from polar.rollout.queue import Queue
-from polar.rollout.records import Lane, LeaseAllowance, NewTask
-from polar.store.sqlite import SqliteStore
+from polar.rollout.queue import Queue, QueueDatabase
+from polar.rollout.queue.records import Lane, LeaseAllowance, NewTask
+from polar.store.relational import RelationalStore
+from polar.store.sqlite import open_sqlite_store
 from polar.trajectory.builders import prefix_merging
 
 
-async def exported(store: SqliteStore) -> tuple[set[str], ExportTally]:
+async def exported(store: RelationalStore) -> tuple[set[str], ExportTally]:
     tally = ExportTally()
     found = {
         item.session.session_id async for item in select_items(store, Selection(), frozenset(), prefix_merging, tally)
@@ -21,8 +22,8 @@ async def exported(store: SqliteStore) -> tuple[set[str], ExportTally]:
 
 
 async def test_of_two_sessions_of_a_sample_the_one_that_counts_goes_out(tmp_path: Path) -> None:
-    store = SqliteStore.open(tmp_path / "polar.db")
-    queue = await Queue.open(store)
+    store = open_sqlite_store(tmp_path / "polar.db")
+    queue = Queue(await QueueDatabase.open(store))
     await queue.submit([NewTask("default", "t", 1, None, "local", 0, None, b"digest", "{}")])
     ((lease, _),) = await queue.lease("n", [], [LeaseAllowance(Lane("default", "local"), 9, 0, 0)], 1, 1)
 

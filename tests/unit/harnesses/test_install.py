@@ -15,8 +15,7 @@ from polar.errors import ConfigError
 from polar.harnesses.base import Package
 from polar.harnesses.cache import Marker, find_damage, find_installation, list_installations, seal
 from polar.harnesses.install import install, remove
-from polar.harnesses.installers.tools import InstallError
-from polar.harnesses.installers.wrapper import write_wrapper
+from polar.harnesses.install.tools import InstallError, write_wrapper
 from tests.unit.harnesses.stand_ins import Tools, harness, put_on_path
 
 KILLED = """

@@ -12,8 +12,7 @@ import yaml
 
 from polar.errors import ConfigError
 from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
-from polar.harnesses.base import HarnessSetup, SetupRequest
-from polar.harnesses.files import toml_string, write_setup
+from polar.harnesses.base import HarnessSetup, SetupRequest, toml_string, write_setup
 from polar.plugins import names
 from polar.records.task import McpServer
 

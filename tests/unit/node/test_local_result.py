@@ -12,12 +12,12 @@ from polar.node.local import LocalRollout
 from polar.node.task_plan import TaskPlan
 from polar.records.session import Session, Verdict
 from polar.records.task import TaskRequest
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 from tests.unit.export.samples import Talk, said
 
 
 async def test_a_damaged_session_is_held_back(tmp_path: Path) -> None:
-    store = SqliteStore.open(tmp_path / "polar.db")
+    store = open_sqlite_store(tmp_path / "polar.db")
     await store.create_session(Session("s", b"s", 1.0, metadata={"task_id": "t"}))
     talk = Talk("s")
     talk.call([{"role": "user", "content": "List the files."}], said("None."))

@@ -24,8 +24,8 @@ from polar.rollout.result_pages import ResultPages
 from polar.rollout.routes.app import create_app
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RolloutService
+from polar.store import open_store
 from polar.store.base import Store
-from polar.store.sqlite import SqliteStore
 from polar.telemetry.verify_metrics import VerifyMetrics
 from polar.trajectory.checker import SessionChecker
 from tests.unit.export.samples import Talk, said
@@ -90,10 +90,10 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    data: Path, *, token: str | None = None, verify_share: float = 1.0, **server: Any
+    data: Path, *, token: str | None = None, verify_share: float = 1.0, store_url: str | None = None, **server: Any
 ) -> AsyncIterator[Served]:
     settings = ServerSettings.model_validate({"beat_seconds": 0.05, "lease_seconds": 600, **server, "token": token})
-    store = SqliteStore.open(data / "polar.db")
+    store = open_store(store_url or f"sqlite:{data / 'polar.db'}")
     pools = EngineFleet(EngineSettings.model_validate({"kind": "vllm", "urls": [ENGINE]}))
     sessions = SessionRegistry(store)
     try:

@@ -14,7 +14,7 @@ from polar.records.result import SessionResult
 from polar.records.session import Evidence, Session, Verdict
 from polar.rollout import result_pages
 from polar.rollout.protocol import SessionOutcome
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 from polar.telemetry.service_metrics import ServiceMetrics
 from tests.unit.rollout.served import NODE, Served, page_of, served, task
 
@@ -37,7 +37,7 @@ async def feed(it: Served, **params: Any) -> tuple[list[dict[str, Any]], int]:
 async def test_from_a_node_with_a_store_of_its_own_to_a_trainer(tmp_path: Path) -> None:
     """Over HTTP, as a node elsewhere does it."""
     verdict = Verdict(0.0, detail={"unadjusted_reward": 1.0}, evidence=[PROVEN, UNPROVEN])
-    store = SqliteStore.open(tmp_path / "node.db")
+    store = open_sqlite_store(tmp_path / "node.db")
     async with served(tmp_path) as it:
         await it.submit(task())
         await it.join()

@@ -120,4 +120,4 @@ async def test_on_version_2_a_group_is_killed_as_one(tmp_path: Path) -> None:
 
 
 def test_groups_are_looked_for_once_in_a_process() -> None:
-    assert CgroupHierarchies.of_this_process() is CgroupHierarchies.of_this_process()
+    assert CgroupHierarchies.detect() is CgroupHierarchies.detect()

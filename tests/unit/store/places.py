@@ -7,9 +7,9 @@ from typing import Any
 
 import psycopg
 
-from polar.store.postgres import PostgresStore
+from polar.store.postgres import open_postgres_store
 from polar.store.relational import LINEAGE_MEMORY_BYTES, RelationalStore
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 
 
 class Place:
@@ -19,8 +19,8 @@ class Place:
 
     def open(self, *, memory: int = LINEAGE_MEMORY_BYTES) -> RelationalStore:
         if self._file is not None:
-            return SqliteStore.open(self._file, lock_timeout_s=5, max_lineage_bytes=memory)
-        return PostgresStore.open(self.url, max_lineage_bytes=memory)
+            return open_sqlite_store(self._file, lock_timeout_s=5, max_lineage_bytes=memory)
+        return open_postgres_store(self.url, max_lineage_bytes=memory)
 
     def execute(self, *statements: str) -> list[Any]:
         """By somebody else, who is not the store. Returns the first column of the last one's rows."""

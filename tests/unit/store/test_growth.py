@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from polar.records.exchange import Exchange
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 from tests.unit.store.samples import conversation, session
 
 
 async def write(path: Path, *talks: list[Exchange]) -> None:
-    store = SqliteStore.open(path)
+    store = open_sqlite_store(path)
     for talk in talks:
         await store.create_session(session(talk[0].session_id))
         for turn in talk:

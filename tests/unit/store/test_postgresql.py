@@ -16,7 +16,7 @@ from polar.errors import StoreError
 from polar.records.exchange import StartedCall
 from polar.records.session import Verdict
 from polar.store import open_store, session_copy
-from polar.store.postgres import PostgresStore
+from polar.store.postgres import open_postgres_store
 from polar.store.reader import Reader
 from polar.store.recorder import Recorder
 from polar.store.relational import LINEAGE_MEMORY_BYTES
@@ -183,7 +183,7 @@ async def test_a_nul_character_fails_alone(server: Server) -> None:
 async def test_a_commit_is_never_asynchronous(server: Server) -> None:
     url = server.new_database()
     for asked, used in (("off", "on"), ("remote_apply", "remote_apply")):
-        store = PostgresStore.open(url + quote(f" -c synchronous_commit={asked}"))
+        store = open_postgres_store(url + quote(f" -c synchronous_commit={asked}"))
         await store.create_session(session(asked))
         assert store._recorder._db.execute("SHOW synchronous_commit").fetchone() == (used,)
         await store.close()

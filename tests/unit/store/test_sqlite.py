@@ -14,20 +14,21 @@ import pytest_asyncio
 
 from polar.errors import StoreError
 from polar.store import open_store, sqlite
-from polar.store.sqlite import MAX_LOG_PAGES, Checkpointer, SqliteStore
+from polar.store.relational import RelationalStore
+from polar.store.sqlite import MAX_LOG_PAGES, Checkpointer, open_sqlite_store
 from tests.conditions import wait_until
 from tests.unit.store.samples import conversation, session
 from tests.unit.store.test_store import check, read
 
 
 @pytest_asyncio.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
-    opened = SqliteStore.open(tmp_path / "polar.db", lock_timeout_s=0.05)
+async def store(tmp_path: Path) -> AsyncIterator[RelationalStore]:
+    opened = open_sqlite_store(tmp_path / "polar.db", lock_timeout_s=0.05)
     yield opened
     await opened.close()
 
 
-async def test_a_full_disk_reaches_the_callers_and_goes_by(store: SqliteStore, tmp_path: Path) -> None:
+async def test_a_full_disk_reaches_the_callers_and_goes_by(store: RelationalStore, tmp_path: Path) -> None:
     turns = list(conversation("s", 12))
     await store.create_session(session("s"))
     for turn in turns[:4]:
@@ -45,7 +46,7 @@ async def test_a_full_disk_reaches_the_callers_and_goes_by(store: SqliteStore, t
     await check(store, "s", turns)
 
 
-async def test_a_lock_held_by_others_reaches_the_callers_and_goes_by(store: SqliteStore, tmp_path: Path) -> None:
+async def test_a_lock_held_by_others_reaches_the_callers_and_goes_by(store: RelationalStore, tmp_path: Path) -> None:
     await store.create_session(session("s"))
     turns = list(conversation("s", 3))
     other = sqlite3.connect(tmp_path / "polar.db", isolation_level=None)
@@ -63,26 +64,26 @@ async def test_a_lock_held_by_others_reaches_the_callers_and_goes_by(store: Sqli
 def test_a_file_that_is_not_a_database(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello, this is no database " * 100)
     with pytest.raises(StoreError, match="not a database"):
-        SqliteStore.open(tmp_path / "notes.txt")
+        open_sqlite_store(tmp_path / "notes.txt")
 
 
 def test_a_path_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "polar.db", tmp_path):
         with pytest.raises(StoreError, match="can't be opened"):
-            SqliteStore.open(path)
+            open_sqlite_store(path)
 
 
 @pytest.mark.parametrize(("durability", "level"), [("process", 1), ("power", 2)])
 async def test_durability(tmp_path: Path, durability: str, level: int) -> None:
-    store = SqliteStore.open(tmp_path / "polar.db", durability)  # type: ignore[arg-type]
+    store = open_sqlite_store(tmp_path / "polar.db", durability)  # type: ignore[arg-type]
     db = store._recorder._db
     assert db.execute("PRAGMA synchronous", {}).fetchone()[0] == level
     assert db.execute("PRAGMA journal_mode", {}).fetchone()[0] == "wal"
     await store.close()
 
 
-async def test_commits_reach_the_database_file_outside_commits(store: SqliteStore, tmp_path: Path) -> None:
+async def test_commits_reach_the_database_file_outside_commits(store: RelationalStore, tmp_path: Path) -> None:
     """A checkpoint inside a commit kept every caller waiting until the disk had 32 MB."""
     empty = (tmp_path / "polar.db").stat().st_size
     turns = list(conversation("s", 12))
@@ -133,9 +134,9 @@ async def test_whoever_opens_a_new_file_at_the_same_moment_waits(tmp_path: Path)
     for name in "abcdefghij":
         together = threading.Barrier(12)
 
-        def opened(path: Path = tmp_path / name, together: threading.Barrier = together) -> SqliteStore:
+        def opened(path: Path = tmp_path / name, together: threading.Barrier = together) -> RelationalStore:
             together.wait()
-            return SqliteStore.open(path)
+            return open_sqlite_store(path)
 
         with ThreadPoolExecutor(12) as threads:
             stores = [waiting.result() for waiting in [threads.submit(opened) for _ in range(12)]]
@@ -159,7 +160,7 @@ def test_no_connection_is_left_where_opening_fails(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sqlite3, "connect", connecting)
     monkeypatch.setattr(sqlite, step, failing)
     with pytest.raises(StoreError):
-        SqliteStore.open(tmp_path / "polar.db")
+        open_sqlite_store(tmp_path / "polar.db")
     assert made
     for connection in made:
         with pytest.raises(sqlite3.ProgrammingError, match="closed"):

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from polar.errors import StoreError
-from polar.store.postgres import PostgresStore
+from polar.store.postgres import open_postgres_store
 from polar.store.relational import RelationalStore
 from polar.store.sql import Connection, WritingConnection
 from tests.unit.store.places import Place
@@ -131,7 +131,7 @@ async def test_work_that_fails_does_so_alone(store: RelationalStore) -> None:
 
 
 async def test_a_failure_does_not_cost_the_connection(server: Server) -> None:
-    store = PostgresStore.open(server.new_database())
+    store = open_postgres_store(server.new_database())
 
     def backend(db: WritingConnection) -> int:
         pid: int = db.execute("SELECT pg_backend_pid()").fetchone()[0]
@@ -146,7 +146,7 @@ async def test_a_failure_does_not_cost_the_connection(server: Server) -> None:
 
 @pytest.mark.parametrize("more", [False, True])
 async def test_a_failure_that_is_passed_over_is_no_success(server: Server, more: bool) -> None:
-    store = PostgresStore.open(server.new_database())
+    store = open_postgres_store(server.new_database())
 
     def stubborn(db: WritingConnection) -> None:
         with suppress(psycopg.Error):

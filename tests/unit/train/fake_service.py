@@ -17,7 +17,9 @@ from polar.records.result import SessionResult, TaskStatus, TrajectoryResult
 from polar.records.task import TaskRequest
 from polar.records.trajectory import SessionPaths, TokenPath
 from polar.train.learner import Learner
-from polar.train.trainer import EngineVersions, WeightUpdateResult
+from polar.weight_sync.probe import Difference
+from polar.weight_sync.publisher import EngineVersions
+from polar.weight_sync.updater import SyncReport
 from tests.unit.train import documents
 
 VOCABULARY = 16
@@ -157,13 +159,13 @@ class FakeEngines:
         own, theirs = self._learner.model.state_dict(), self._service.model.state_dict()
         return all(torch.equal(own[name], theirs[name]) for name in own)
 
-    async def publish(self, version: int) -> WeightUpdateResult:
+    async def publish(self, version: int) -> SyncReport:
         assert version >= max(self._service.version, self._service.label), "versions never go back"
         if version == self._service.version:
             assert await self.has_trainer_weights(version), "a version stands for one set of weights"
         self.load(version)
         self._service.label = version
-        return WeightUpdateResult(0.0, 0.0, {"prepare": 0.25})
+        return SyncReport(version, 1, Difference(0, 0.0, 0.0), seconds={"prepare": 0.25})
 
     def load(self, version: int) -> None:
         self._service.model.load_state_dict(self._learner.model.state_dict())

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from polar.records.trajectory import SessionPaths
 from polar.train.batch import Batch, TrainingGroup, mark_stale_sessions, select_training_sessions
-from polar.train.forest import pack_forest
 from polar.train.groups import TokenColumns, prune_tree
 from polar.train.learner import UpdateLoss
-from polar.train.sequential_model import SequentialModel
+from polar.train.packing import pack_forest
+from polar.train.passes import SequentialModel, TreeModel
 from polar.train.settings import GrpoSettings
-from polar.train.tree_model import TreeModel
 from tests.unit.train import tiny
 from tests.unit.train.documents import BUILDERS, group
 from tests.unit.trajectory.samples import groups as sampled_groups

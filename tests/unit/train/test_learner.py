@@ -10,8 +10,8 @@ import transformers
 from polar.errors import ConfigError
 from polar.records.trajectory import SessionPaths
 from polar.train.batch import TrainingGroup, select_training_sessions
+from polar.train.checkpoint import export_model
 from polar.train.learner import Learner, LearnerStats
-from polar.train.model import export_model
 from polar.train.settings import GrpoSettings, TrainSettings
 from tests.unit.train import tiny
 from tests.unit.train.documents import group

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polar.train import chunks, memory, tree_model
-from polar.train.chunks import Chunker, MemoryBudget, choose_kept_chunks, split_into_chunks
-from polar.train.forest import Forest, pack_forest
+from polar import torch_runtime
+from polar.train import memory, packing, passes
 from polar.train.learner import Learner, LearnerStats
 from polar.train.memory import OutOfMemory, OutOfMemoryRetrier
-from polar.train.tree_model import TreeModel
-from polar.train.weight_sync import merged_weights as sent_weights
+from polar.train.packing import Chunker, Forest, MemoryBudget, choose_kept_chunks, pack_forest, split_into_chunks
+from polar.train.passes import TreeModel
+from polar.weight_sync import merged_weights
 from tests.selection import leave_to_slow
 from tests.unit.train import tiny
 from tests.unit.train.test_learner import batch, learner
@@ -117,7 +117,7 @@ def test_what_waits_leaves_less_to_be_kept() -> None:
 
 
 def test_chunks_are_shorter_where_there_is_no_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(packing, "MIN_CHUNK_TOKENS", 4)
     budget = MemoryBudget(10**6, max_bytes=1600.0, activation_bytes=40.0, kv_bytes=4.0)
     small_chunks = split_into_chunks(packed("linear"), 64, budget)
     assert 4 < max(map(len, small_chunks)) <= 32
@@ -151,7 +151,7 @@ def test_nothing_is_lost_wherever_memory_ends(
     """Weights, optimizer and metrics are the same, to the last bit."""
     options = {"optimizer": {"chunk_tokens": 4, "kept_tokens": 12} | changes}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
+        patch.setattr(packing, "MIN_CHUNK_TOKENS", 1)
         one = learner(folder, **options)
         counting = Ending(patch, set())
         told, right = changed(one)
@@ -160,7 +160,7 @@ def test_nothing_is_lost_wherever_memory_ends(
     assert moments > 8
     for at in range(1, moments + 1, max(1, moments // tries)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
+            patch.setattr(packing, "MIN_CHUNK_TOKENS", 1)
             one = learner(folder, **options)
             Ending(patch, {at})
             with caplog.at_level(logging.WARNING, "polar.train.memory"):
@@ -209,7 +209,7 @@ def test_gradients_are_exact_wherever_memory_ends(first: int) -> None:
 
 def test_a_real_end_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has less than all that is to be kept takes, and more than a step needs at least."""
-    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 12)
+    monkeypatch.setattr(packing, "MIN_CHUNK_TOKENS", 12)
     torch.manual_seed(1)
     model, forest = llama(), packed("linear")
     over_trees = TreeModel(model, chunk_tokens=48, kept_tokens=10**6)
@@ -235,7 +235,7 @@ def test_a_real_end_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_never_fits_is_told_and_changes_nothing(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "MIN_CHUNK_TOKENS", 2)
+        patch.setattr(packing, "MIN_CHUNK_TOKENS", 2)
         one = learner(folder, optimizer={"chunk_tokens": 4, "kept_tokens": 12})
         before = {name: tensor.clone() for name, tensor in one.weights().items()}
         ending = Ending(patch, set(range(1, 1000)))
@@ -279,7 +279,7 @@ def test_other_errors_are_not_taken_for_it(folder: Path) -> None:
     ],
 )
 def test_which_errors_say_so(error: Exception, expected: bool) -> None:
-    assert memory.is_out_of_memory(error) is expected
+    assert torch_runtime.is_out_of_memory(error) is expected
 
 
 # What is left behind
@@ -301,7 +301,7 @@ def test_no_chunk_outlives_its_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
     after: list[int] = []
     backward = TreeModel._backward
 
-    def watched(self: TreeModel, forest: Forest, one: tree_model._ChunkPass, *others: Any) -> None:
+    def watched(self: TreeModel, forest: Forest, one: passes._ChunkPass, *others: Any) -> None:
         backward(self, forest, one, *others)
         after.append(sum(it() is not None for it in alive))
         alive[:] = [weakref.ref(it) for it in one.keys.values()]
@@ -355,8 +355,8 @@ def test_free_memory_can_be_joined_unless_somebody_says_otherwise(monkeypatch: p
 
 def test_adapters_are_merged_elsewhere_where_the_device_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = learner(folder, model={"lora": {"rank": 2}}).model
-    right = sent_weights.get_merged_weights(model)
-    merged, calls = sent_weights._merge_adapters, []
+    right = merged_weights.get_merged_weights(model)
+    merged, calls = merged_weights._merge_adapters, []
 
     def full(*args: Any) -> Tensor:
         calls.append(args)
@@ -364,8 +364,8 @@ def test_adapters_are_merged_elsewhere_where_the_device_is_full(folder: Path, mo
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return merged(*args)
 
-    monkeypatch.setattr(sent_weights, "_merge_adapters", full)
-    found = sent_weights.get_merged_weights(model)
+    monkeypatch.setattr(merged_weights, "_merge_adapters", full)
+    found = merged_weights.get_merged_weights(model)
     assert all(torch.equal(found[name], tensor) for name, tensor in right.items())
 
 
@@ -384,7 +384,7 @@ def test_a_checkpoint_of_another_device_has_its_optimizer_here(folder: Path) -> 
 
 
 def test_less_is_kept_of_the_same_chunks_before_they_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 8)
+    monkeypatch.setattr(packing, "MIN_CHUNK_TOKENS", 8)
     cutter, forest = Chunker(32, MemoryBudget(10**6)), packed()
     cuts = [cutter.plan(forest, training=True)]
     while cutter.keep_less(forest, training=True) is not None:

@@ -14,9 +14,8 @@ from rich.console import Console
 
 from polar.cli.train_progress import TrainProgress, render_reward_curve
 from polar.errors import ConfigError
-from polar.train import atomic_files, reward_plot
-from polar.train.checkpoint import CheckpointStore, JournalEntry, truncate_after_step
-from polar.train.metrics import GpuMonitor, Metrics, StepMetrics
+from polar.train.checkpoint import CheckpointStore, JournalEntry, create_folder_atomically, truncate_after_step
+from polar.train.metrics import GpuMonitor, Metrics, StepMetrics, plot_rewards
 from polar.train.rollouts import SettledGroups, TaskOrder
 from polar.train.settings import TrainSettings
 from tests.conditions import wait_until
@@ -57,7 +56,7 @@ def test_settled_is_a_set(additions: list[set[int]]) -> None:
 
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     def half() -> None:
-        with atomic_files.create_folder_atomically(tmp_path / "made") as folder:
+        with create_folder_atomically(tmp_path / "made") as folder:
             (folder / "a").write_text("half")
             raise RuntimeError
 
@@ -65,7 +64,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         half()
     assert not (tmp_path / "made").exists()
     for text in ("one", "two"):
-        with atomic_files.create_folder_atomically(tmp_path / "made") as folder:
+        with create_folder_atomically(tmp_path / "made") as folder:
             (folder / "a").write_text(text)
         assert (tmp_path / "made" / "a").read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
@@ -185,5 +184,5 @@ def test_on_a_terminal_it_is_drawn() -> None:
 
 def test_a_picture(tmp_path: Path) -> None:
     for history in (HISTORY, []):
-        reward_plot.plot_rewards(history, tmp_path / "reward.png", "x")
+        plot_rewards(history, tmp_path / "reward.png", "x")
         assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from polar.errors import ConfigError
 from polar.records.trajectory import SessionPaths
-from polar.train import forest as forest_module
-from polar.train import tree_model
-from polar.train.forest import pack_forest
-from polar.train.tree_model import TreeModel
+from polar.train import packing, passes
+from polar.train.packing import pack_forest
+from polar.train.passes import TreeModel
 from tests.unit.train.trees import KINDS, VOCABULARY, group, group_tree
 
 SHAPE: dict[str, Any] = {
@@ -100,8 +99,8 @@ def test_gradients_are_exact_where_tokens_are_repeated(kind: str, monkeypatch: p
     model.zero_grad()
     over_trees = TreeModel(model, chunk_tokens=16, kept_tokens=32)
     once = len(pack_forest([tree]))
-    monkeypatch.setattr(forest_module, "_TINY_NODE_TOKENS", 20)  # the system's text
-    monkeypatch.setattr(forest_module, "_LONG_BRANCH_TOKENS", 5)
+    monkeypatch.setattr(packing, "_TINY_NODE_TOKENS", 20)  # the system's text
+    monkeypatch.setattr(packing, "_LONG_BRANCH_TOKENS", 5)
     packed = pack_forest([tree])
     assert len(packed) > once
     over_trees.backward(packed, lambda at, found: (drawn[at] * found).sum())
@@ -174,7 +173,7 @@ def test_a_model_that_does_more_than_trees_know_of_is_refused_and_left_as_it_was
 
 def test_few_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often the same tokens were sampled."""
-    monkeypatch.setattr(tree_model, "LOGIT_BATCH_TERMS", 8)
+    monkeypatch.setattr(passes, "LOGIT_BATCH_TERMS", 8)
     model = llama()
     tree, _ = group_tree(group("linear"))
     tree.tokens, tree.temperature = np.repeat(tree.tokens, 5), np.repeat(tree.temperature, 5)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from polar.errors import ConfigError
 from polar.records.trajectory import ROOT
-from polar.train.forest import TokenTree, pack_forest
-from polar.train.tree_model import TreeModel
+from polar.train.packing import TokenTree, pack_forest
+from polar.train.passes import TreeModel
 from tests.selection import leave_to_slow
 from tests.unit.train.trees import VOCABULARY, before
 

@@ -20,7 +20,8 @@ from polar.train.learner import Learner
 from polar.train.metrics import StepMetrics
 from polar.train.run import TrainingTasks, train_with_client
 from polar.train.settings import TrainSettings
-from polar.train.trainer import NullObserver, WeightUpdateResult
+from polar.train.trainer import NullObserver
+from polar.weight_sync.updater import SyncReport
 from tests.unit.train import tiny
 from tests.unit.train.fake_service import VOCABULARY, FakeEngines, FakeService
 
@@ -83,7 +84,7 @@ class CrashingEngines(FakeEngines):
         super().__init__(service, learner)
         self._watcher = watcher
 
-    async def publish(self, version: int) -> WeightUpdateResult:
+    async def publish(self, version: int) -> SyncReport:
         self._watcher.moment()
         if self._watcher.at == self._watcher.moments + 1:
             self.load(version)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from polar.records.trajectory import ROOT, SessionPaths, TokenPath
-from polar.train.forest import TokenTree
+from polar.train.packing import TokenTree
 from polar.trajectory.builders import prefix_tree
 from tests.unit.trajectory.samples import path, session
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polar.errors import StoreError
 from polar.records.exchange import VersionSpan
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 from polar.trajectory.verify import Problem, check_records
 from tests.unit.store.samples import conversation, session
 
@@ -26,7 +26,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("store") / "polar.db"
 
     async def fill() -> None:
-        store = SqliteStore.open(path)
+        store = open_sqlite_store(path)
         await store.create_session(session("s"))
         turns = list(conversation("s", TURNS))
         fork = msgspec.structs.replace(turns[2], exchange_id="fork", seq=TURNS)
@@ -42,7 +42,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(path: Path) -> list[Problem]:
     async def read() -> list[Problem]:
-        store = SqliteStore.open(path)
+        store = open_sqlite_store(path)
         try:
             return check_records([exchange async for exchange in store.exchanges("s")])
         finally:

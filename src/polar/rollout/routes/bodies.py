@@ -1,12 +1,16 @@
-"""Request bodies: bounded, and JSON as the standard has it. What Python's own parser takes besides (NaN, half of a
-surrogate pair) could be kept, but not be told again."""
+"""Request bodies, and what the OpenAPI document says of requests and answers.
+
+Bodies are bounded, and JSON as the standard has it. What Python's own parser takes besides (NaN, half of a surrogate
+pair) could be stored, but not be sent again.
+"""
 
 import re
 from collections.abc import Callable, Coroutine, MutableMapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -175,3 +179,70 @@ def _check_name(name: str, field: str) -> None:
         raise unusable_body(f"{field} has characters that can't be printed")
     if len(name) > _MAX_NAME_CHARS:
         raise unusable_body(f"{field} is longer than {_MAX_NAME_CHARS} characters")
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+_STATUS_DESCRIPTIONS = {
+    400: "The body is no JSON.",
+    401: "The token is missing, or is another one.",
+    403: "Without a token, only this machine may call, under its own name.",
+    404: "Not found.",
+    406: "Unsupported media type; this route returns JSON or Arrow.",
+    409: "A different one with this id already exists.",
+    410: "The server does not know this node (any more): join again.",
+    413: "The body is too large.",
+    422: "Something in the request is wrong; `detail` says what.",
+    429: "The run's queue is full; try again after `Retry-After` seconds.",
+    502: "An engine failed.",
+    503: "The store failed; try again.",
+    504: "Not done in time.",
+}
+
+
+_COMPONENTS = "#/components/schemas/"
+_ERROR_SCHEMA = {"$ref": f"{_COMPONENTS}Problem"}
+"""By reference: FastAPI would make a model of its own for each status of each route, most of what a start takes."""
+
+
+def error_responses(*codes: int) -> Responses:
+    """Besides those that any route may answer."""
+    return {
+        code: {"description": _STATUS_DESCRIPTIONS[code], "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+        for code in sorted({401, 403, 422, 503, *codes})
+    }
+
+
+def streamed_response(description: str, schema: dict[str, Any], media: str = "application/json") -> Responses:
+    """Describes an answer that is written piece by piece."""
+    return {200: {"description": description, "content": {media: {"schema": schema}}}}
+
+
+class StructSchemas:
+    """msgspec's Structs among the document's components."""
+
+    def __init__(self) -> None:
+        self._components: dict[str, Any] = {}
+
+    def request_body(self, kind: Any) -> dict[str, Any]:
+        """A route's `openapi_extra`."""
+        return {"requestBody": {"required": True, "content": {"application/json": {"schema": self.schema(kind)}}}}
+
+    def response(self, kind: Any, description: str) -> Responses:
+        return streamed_response(description, self.schema(kind))
+
+    def schema(self, kind: Any) -> dict[str, Any]:
+        (found,), components = msgspec.json.schema_components([kind], ref_template=_COMPONENTS + "{name}")
+        self._components |= components
+        return found
+
+    def install(self, app: FastAPI) -> None:
+        def document() -> dict[str, Any]:
+            if app.openapi_schema is None:
+                made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+                problem = ErrorResponse.model_json_schema(ref_template=_COMPONENTS + "{model}")
+                made["components"]["schemas"] |= problem.pop("$defs") | {"Problem": problem} | self._components
+                app.openapi_schema = made
+            return app.openapi_schema
+
+        app.openapi = document  # type: ignore[method-assign]

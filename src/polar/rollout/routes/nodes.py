@@ -19,8 +19,7 @@ from polar.rollout.protocol import (
     LeaseId,
     SessionOutcome,
 )
-from polar.rollout.routes.bodies import check_storable, decode_body, unusable_body
-from polar.rollout.routes.openapi import StructSchemas, error_responses
+from polar.rollout.routes.bodies import StructSchemas, check_storable, decode_body, error_responses, unusable_body
 from polar.rollout.routes.service_parts import ServiceParts
 
 T = TypeVar("T")

@@ -1,14 +1,19 @@
-"""Runs: experiments that share the service, and what each may use of it."""
+"""Runs: experiments that share the service. What each may use of it, its engines, and the policy that they hold.
 
-from typing import Annotated
+What is asked of engines is answered when every node that is alive has it in force.
+"""
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import APIRouter, Path
-from pydantic import BaseModel, Field
+from fastapi import APIRouter, HTTPException, Path, Query
+from pydantic import AfterValidator, BaseModel, Field
 
-from polar.config import Compat
-from polar.rollout.routes.bodies import Body, RunName
-from polar.rollout.routes.openapi import error_responses
+from polar.config import DEFAULT_RUN, Compat
+from polar.engines.desired_state import DesiredPool, PauseState
+from polar.rollout.lease_manager import NodeView
+from polar.rollout.routes.bodies import Body, RunName, error_responses
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.runs import Quotas
 
@@ -32,7 +37,109 @@ class Runs(BaseModel):
     runs: dict[str, RunQuotas]
 
 
+_APPLY_SECONDS = 60.0
+"""For nodes to put something in force."""
+
+Version = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _check_address(url: str) -> str:
+    """As it is told to nodes, shown, and logged: so no secret stands in it."""
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ValueError(f"it is no address: {error}") from error
+    if not named or parts.query or parts.fragment:
+        raise ValueError("it takes a host, perhaps a port and a path, and nothing else")
+    if "@" in parts.netloc:
+        raise ValueError("it must not hold a name or a password: set [engine] api_key")
+    return url
+
+
+Address = Annotated[str, AfterValidator(_check_address), Field(pattern=r"^https?://[!-~]+$", max_length=2000)]
+RunQuery = Annotated[RunName | None, Query(description="the experiment whose engines are meant [default: default]")]
+
+
+class RunBody(Body):
+    run: RunName | None = Field(None, description="as in the query")
+
+
+class PolicyUpdate(RunBody):
+    version: Version
+    replica: str | None = Field(None, description="the URL of one replica; default: all of the run's")
+
+
+class PauseRequest(RunBody):
+    mode: Literal["freeze", "hold", "drain", "sleep"] = Field(
+        "freeze",
+        description="freeze: running calls stand still, where the engine can; hold: they run on; drain: wait for them; "
+        "sleep: wait for them, then the engines give their memory away",
+    )
+    timeout: float = Field(600, gt=0, le=3600, description="seconds to wait for it")
+
+
+class EngineRequest(RunBody):
+    url: Address
+    version: Version | None = Field(None, description="of the policy that it holds [default: as known, else 0]")
+
+
+class ReplicaInfo(BaseModel):
+    """What runs there, and how it is, as far as this process knows."""
+
+    url: str
+    version: int
+    running: int = Field(description="calls of this process")
+    down: bool = Field(description="it did not answer, and is left alone for a while")
+    asleep: bool
+
+
+class PolicyInfo(BaseModel):
+    """The engines of a run, and the policy that they hold."""
+
+    run: str
+    paused: bool
+    mode: PauseState | None = Field(description="of the pause; settle: it is about to end")
+    frozen: bool = Field(description="running calls stand still")
+    held: int = Field(description="calls that wait for generation to go on; at other nodes, of all runs")
+    running: int = Field(description="calls at the engines; of other nodes, those of all runs")
+    replicas: list[ReplicaInfo]
+
+
+def describe_policy(parts: ServiceParts, run: str) -> PolicyInfo:
+    """What runs at each replica is known of this process alone; `running` counts every node."""
+    state = _pool_state(parts, run)
+    pool = parts.pools.get_pool(run)
+    here = {replica.url: replica for replica in pool.replicas}
+    replicas = []
+    for wanted in state.replicas:
+        replica = here.get(wanted.url)
+        replicas.append(
+            ReplicaInfo(
+                url=wanted.url,
+                version=wanted.version,
+                running=0 if replica is None else len(replica.running),
+                down=replica is not None and replica.down,
+                asleep=replica is not None and replica.asleep,
+            )
+        )
+    return PolicyInfo(
+        run=run,
+        paused=state.paused is not None,
+        mode=state.paused,
+        frozen=pool.gate.frozen,
+        held=pool.gate.held + sum(int(node.load.get("held", 0)) for node in _other_nodes(parts)),
+        running=_count_running_calls(parts, run),
+        replicas=replicas,
+    )
+
+
 def add_routes(router: APIRouter, parts: ServiceParts) -> None:
+    _add_quota_routes(router, parts)
+    _add_engine_routes(router, parts)
+
+
+def _add_quota_routes(router: APIRouter, parts: ServiceParts) -> None:
     rollout = parts.rollout
 
     @router.get("/runs", tags=["runs"], responses=error_responses())
@@ -50,3 +157,81 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
 
     def _describe_run(run: str, quotas: Quotas) -> RunQuotas:
         return RunQuotas(**msgspec.to_builtins(quotas), compat=rollout.compat(run))
+
+
+def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
+    controller = parts.rollout.engine_controller
+
+    @router.get("/policy", tags=["policy"], responses=error_responses())
+    async def policy(run: RunQuery = None) -> PolicyInfo:
+        return describe_policy(parts, run or DEFAULT_RUN)
+
+    @router.post("/policy", tags=["policy"], responses=error_responses(400, 404, 413, 504))
+    async def new_policy(body: PolicyUpdate, run: RunQuery = None) -> PolicyInfo:
+        """The weights have changed: of one replica, or of all."""
+        run = body.run or run or DEFAULT_RUN
+        if not await controller.set_version(run, body.version, body.replica, _APPLY_SECONDS):
+            raise _unknown_replica_error(parts, run, body.replica)
+        return describe_policy(parts, run)
+
+    @router.post("/policy/pause", tags=["policy"], responses=error_responses(400, 409, 413, 502, 504))
+    async def pause(body: PauseRequest | None = None, run: RunQuery = None) -> PolicyInfo:
+        """Holds generation. New calls wait until it is resumed."""
+        wanted = body or PauseRequest()
+        run = _require_own_engines(parts, wanted.run or run)
+        await controller.pause(run, wanted.mode, wanted.timeout)
+        return describe_policy(parts, run)
+
+    @router.post("/policy/resume", tags=["policy"], responses=error_responses(400, 409, 413, 502, 504))
+    async def resume(body: RunBody | None = None, run: RunQuery = None) -> PolicyInfo:
+        run = _require_own_engines(parts, (body or RunBody()).run or run)
+        await controller.resume(run, _APPLY_SECONDS)
+        return describe_policy(parts, run)
+
+    @router.get("/engines", tags=["engines"], responses=error_responses())
+    async def engines(run: RunQuery = None) -> PolicyInfo:
+        """A run's engines; a run without any of its own uses those of `default`."""
+        return describe_policy(parts, run or DEFAULT_RUN)
+
+    @router.post("/engines", tags=["engines"], responses=error_responses(400, 413, 504))
+    async def add_engine(body: EngineRequest, run: RunQuery = None) -> PolicyInfo:
+        """One more replica. With its first one, a run has engines of its own."""
+        run = body.run or run or DEFAULT_RUN
+        await controller.add_replica(run, body.url, body.version, _APPLY_SECONDS)
+        return describe_policy(parts, run)
+
+    @router.delete("/engines", tags=["engines"], responses=error_responses(404, 504))
+    async def remove_engine(url: Annotated[str, Query(max_length=2000)], run: RunQuery = None) -> PolicyInfo:
+        """It gets no more calls; those that run there end there."""
+        run = run or DEFAULT_RUN
+        if not await controller.remove_replica(run, url, _APPLY_SECONDS):
+            raise _unknown_replica_error(parts, run, url)
+        return describe_policy(parts, run)
+
+
+def _pool_state(parts: ServiceParts, run: str) -> DesiredPool:
+    pools = parts.rollout.engine_controller.engines.pools
+    return pools.get(run) or pools[DEFAULT_RUN]
+
+
+def _require_own_engines(parts: ServiceParts, run: str | None) -> str:
+    """Who shares engines can't hold them for the others."""
+    if run is not None and run not in parts.rollout.engine_controller.engines.pools:
+        message = f"Run {run} has no engines of its own: POST /engines gives it some, or pause those of {DEFAULT_RUN}."
+        raise HTTPException(409, message)
+    return run or DEFAULT_RUN
+
+
+def _other_nodes(parts: ServiceParts) -> list[NodeView]:
+    return [node for node in parts.rollout.nodes() if node.node_id != parts.node_id]
+
+
+def _count_running_calls(parts: ServiceParts, run: str) -> int:
+    """Calls at the engines; of other nodes, those of all runs."""
+    here = sum(len(replica.running) for replica in parts.pools.get_pool(run).replicas)
+    return here + sum(int(node.load.get("calls", 0)) for node in _other_nodes(parts))
+
+
+def _unknown_replica_error(parts: ServiceParts, run: str, url: str | None) -> HTTPException:
+    known = ", ".join(replica.url for replica in _pool_state(parts, run).replicas) or "none"
+    return HTTPException(404, f"There is no replica {url} in the run {run}; known: {known}.")

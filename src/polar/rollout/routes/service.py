@@ -10,10 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from polar.rollout.events import EventListener, ServiceEvent
-from polar.rollout.routes.bodies import RunName
+from polar.rollout.routes.bodies import RunName, error_responses, streamed_response
 from polar.rollout.routes.nodes import NodeInfo, list_nodes
-from polar.rollout.routes.openapi import error_responses, streamed_response
-from polar.rollout.routes.policy import PolicyInfo, describe_policy
+from polar.rollout.routes.runs import PolicyInfo, describe_policy
 from polar.rollout.routes.service_parts import ServiceParts
 
 _HEARTBEAT_SECONDS = 15.0

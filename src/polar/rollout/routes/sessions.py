@@ -12,8 +12,7 @@ from polar.gateway import view
 from polar.plugins import names
 from polar.records.result import EvidenceResult
 from polar.records.session import Session, Verdict
-from polar.rollout.routes.bodies import Body, RunName, StoredText, is_deeper_than
-from polar.rollout.routes.openapi import error_responses, streamed_response
+from polar.rollout.routes.bodies import Body, RunName, StoredText, error_responses, is_deeper_than, streamed_response
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.routes.tasks import stream_response
 from polar.store.base import Store

@@ -1,4 +1,4 @@
-"""Tasks: submitted, looked at, cancelled."""
+"""Tasks: submitted, looked at, cancelled; and the feed of results, in the order in which they end."""
 
 import asyncio
 import math
@@ -12,13 +12,22 @@ from msgspec import Struct
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticSerializationError
 
-from polar.records.result import SessionStatus, SessionTiming, TaskState, TaskStatus
+from polar.plugins import names
+from polar.records.result import (
+    GroupResult,
+    NumberedResult,
+    ResultUnit,
+    SessionStatus,
+    SessionTiming,
+    SuspiciousFilter,
+    TaskState,
+    TaskStatus,
+)
 from polar.records.task import TaskRequest
 from polar.rollout.protocol import SessionOutcome
-from polar.rollout.records import TaskRow, WorkRow
+from polar.rollout.queue.records import TaskRow, WorkRow
 from polar.rollout.results import session_status, stage_timing, task_status
-from polar.rollout.routes.bodies import Body, RunName
-from polar.rollout.routes.openapi import error_responses
+from polar.rollout.routes.bodies import INT64_LIMIT, Body, Name, RunName, error_responses
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RefusedTask, SubmittedTask
 from polar.validation_errors import format_validation_errors
@@ -80,6 +89,11 @@ class ListedSession(BaseModel):
 class ListedSessions(BaseModel):
     task_id: str
     sessions: list[ListedSession]
+
+
+class Page(BaseModel):
+    results: list[NumberedResult] | list[GroupResult]
+    cursor: int
 
 
 class _InvalidTask:
@@ -203,11 +217,49 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
         rows = await rollout.task_work(run, task_id)
         return ListedSessions(task_id=task_id, sessions=[_listed_session(row) for row in rows])
 
+    _add_feed_route(router, parts)
+
     async def _find_task(run: str, task_id: str) -> TaskRow:
         task = await rollout.task(run, task_id) if task_id.isprintable() else None
         if task is None:
             raise HTTPException(404, f"There is no task {task_id} in the run {run}.")
         return task
+
+
+def _add_feed_route(router: APIRouter, parts: ServiceParts) -> None:
+    @router.get(
+        "/rollout/results",
+        tags=["results"],
+        responses=error_responses()
+        | {200: {"model": Page, "description": "A page of them, and where the next one begins"}},
+    )
+    async def results(
+        run: Annotated[RunName, Query()] = "default",
+        after: Annotated[int | None, Query(ge=0, lt=INT64_LIMIT, description="the cursor of the page before")] = None,
+        wait: Annotated[float, Query(ge=0, le=60, description="seconds to wait where there is nothing yet")] = 0,
+        limit: Annotated[int, Query(ge=1, le=1000, description="at most so many; large ones may be fewer")] = 100,
+        unit: Annotated[ResultUnit, Query(description="sessions, or tasks with all of their sessions")] = "session",
+        builder: Annotated[str | None, Query(description="of the traces [default: the task's own]")] = None,
+        suspicious: Annotated[
+            SuspiciousFilter, Query(description="sessions with proven tampering: among the others, alone, or left out")
+        ] = "keep",
+        consumer: Annotated[
+            Name | None,
+            Query(
+                description="a name under which the server remembers the cursor: `after` says that all up to it is "
+                "taken; without `after`, the page goes on from there"
+            ),
+        ] = None,
+    ) -> Response:
+        """Sessions (or tasks) that have ended, in that order, with their trajectories. The cursor outlives restarts."""
+        if builder is not None and builder not in names("builders"):
+            raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
+        if consumer is not None:
+            after = await parts.rollout.update_consumer(run, consumer, after, unit)
+        pages = parts.pages.stream_page(
+            run, after or 0, wait=wait, limit=limit, unit=unit, builder=builder, suspicious=suspicious
+        )
+        return await stream_response(pages)
 
 
 class _Agent(Struct):

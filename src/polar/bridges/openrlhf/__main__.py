@@ -1,0 +1,3 @@
+from polar.bridges.openrlhf.trainer import main
+
+main()

@@ -1,0 +1,266 @@
+"""The runtimes of a node: their kinds, those that stand ready before anybody asks, and workspaces as they were before.
+
+A recipe is all that a runtime is made by: its kind, its spec and the steps that prepare it.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+from polar.errors import ConfigError, PolarError
+from polar.node.stages import Stage
+from polar.plugins import load, names
+from polar.records.task import Step
+from polar.runtimes.base import Runtime, RuntimeBackend, RuntimeSpec, SandboxError, TransferTooLargeError
+from polar.runtimes.prepare_steps import PrepareError, run_prepare_steps
+from polar.runtimes.state_folder import remove_tree
+
+log = logging.getLogger(__name__)
+
+MAX_WORKSPACE_BYTES = 256 << 20
+"""Of a workspace that is kept as it was before."""
+
+
+class RuntimeBackends:
+    """The kinds of runtimes that there are on this node."""
+
+    def __init__(self, state: Path, gateway_url: str, allowed: list[str]) -> None:
+        self._state = state
+        self._gateway_url = gateway_url
+        self._allowed = allowed or list(names("runtimes"))
+        self._backends: dict[str, RuntimeBackend] = {}
+        self._problems: dict[str, str | None] = {}
+        self._availability_lock = asyncio.Lock()
+
+    async def get(self, backend: str) -> RuntimeBackend:
+        """Raises ConfigError where this node has none of that kind, with what to do."""
+        kind = self._load(backend)
+        async with self._availability_lock:
+            if self._problems.get(backend, "not asked yet") is not None:  # it may have been started since
+                self._problems[backend] = await kind.check_availability()
+        if (why := self._problems[backend]) is not None:
+            raise ConfigError(f"No runtime of kind {backend} can be made here. {why}")
+        return kind
+
+    def _load(self, backend: str) -> RuntimeBackend:
+        if backend not in self._backends:
+            made = load("runtimes", backend)
+            if backend not in self._allowed:
+                raise ConfigError(f"[node] runtimes does not allow {backend} here: it has {', '.join(self._allowed)}.")
+            self._backends[backend] = made(self._state, self._gateway_url)
+        return self._backends[backend]
+
+    async def list_available(self) -> list[str]:
+        """Those that runtimes can be made of here, now."""
+        found = []
+        for backend in self._allowed:
+            try:
+                await self.get(backend)
+            except ConfigError as error:
+                log.info("%s", error)
+            else:
+                found.append(backend)
+        return found
+
+    async def sweep(self) -> list[str]:
+        """Removes what a node that is no more left behind; the ids of its runtimes."""
+        swept = []
+        for backend in self._allowed:
+            try:
+                swept += await (await self.get(backend)).sweep()
+            except (ConfigError, SandboxError) as error:
+                log.info("Nothing was swept of %s: %s", backend, error)
+        return swept
+
+    async def close(self) -> None:
+        for kind in self._backends.values():
+            await kind.close()
+
+
+class RuntimeRecipe(Struct, frozen=True):
+    backend: str
+    spec: RuntimeSpec
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return repr(self)
+
+
+class _Stock(Struct):
+    recipe: RuntimeRecipe
+    ready: deque[Runtime]
+    reserved: int = 0  # as the operator wants it
+    expected: int = 0  # sessions that will come for one
+    making: int = 0
+    failed: bool = False  # the last one could not be made: nobody tries again until one is asked for
+
+
+class WarmPool:
+    """Runtimes that stand ready before anybody asks for them.
+
+    For each recipe that is wanted there is a number of runtimes to have ready: those that the operator asked for, and
+    one for each session whose agent runs now and whose grader will want one, up to a limit. Nothing has ever run in
+    them but their steps.
+    """
+
+    def __init__(
+        self, runtime_backends: RuntimeBackends, scratch: Callable[[str], Path], *, max_launches: int, max_expected: int
+    ) -> None:
+        """Makes `max_launches` at the same time. Of one recipe, `max_expected` stand ready for those who will come."""
+        self._runtime_backends = runtime_backends
+        self._scratch = scratch
+        self._max_expected = max_expected
+        self._launch_stage = Stage("warm", max_launches)
+        self._stocks: dict[str, _Stock] = {}
+        self._making: set[asyncio.Task[None]] = set()
+        self._removing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def reserve(self, recipe: RuntimeRecipe, count: int) -> None:
+        """Has so many ready, always."""
+        stock = self._stock(recipe)
+        stock.reserved += count
+        self._restock(stock)
+
+    def expect(self, recipe: RuntimeRecipe) -> None:
+        """Somebody will come for one."""
+        stock = self._stock(recipe)
+        stock.expected += 1
+        self._restock(stock)
+
+    def cancel_expected(self, recipe: RuntimeRecipe) -> None:
+        """One who was expected does not come."""
+        stock = self._stock(recipe)
+        stock.expected -= 1
+        self._restock(stock)
+
+    async def take(self, recipe: RuntimeRecipe, *, expected: bool = False) -> Runtime:
+        """One that stands ready, else one that is made now. It is the caller's to remove. Raises SandboxError, and
+        PrepareError where a step fails. `expected` are those whom `expect` has announced."""
+        stock = self._stocks.get(recipe.key)
+        if stock is None:
+            return await self._make(recipe)
+        runtime = stock.ready.popleft() if stock.ready else None
+        stock.expected -= expected
+        stock.failed = False
+        self._restock(stock)
+        return runtime or await self._make(recipe)
+
+    def _stock(self, recipe: RuntimeRecipe) -> _Stock:
+        return self._stocks.setdefault(recipe.key, _Stock(recipe, deque()))
+
+    def _restock(self, stock: _Stock) -> None:
+        wanted = 0 if self._closed else stock.reserved + min(stock.expected, self._max_expected)
+        while len(stock.ready) > wanted:
+            self._spawn(stock.ready.pop().remove(), self._removing)
+        if not stock.failed:
+            for _ in range(wanted - len(stock.ready) - stock.making):
+                stock.making += 1
+                self._spawn(self._add_one(stock), self._making)
+        if not (stock.ready or stock.making or stock.expected or stock.reserved):
+            self._stocks.pop(stock.recipe.key, None)
+
+    def _spawn(self, work: "asyncio._CoroutineLike[None]", tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _add_one(self, stock: _Stock) -> None:
+        try:
+            # What a grader will soon come for is more urgent than what merely stands by.
+            async with self._launch_stage.slot(priority=int(stock.expected > 0)):
+                runtime = await self._make(stock.recipe)
+        except PolarError as error:
+            stock.failed = True  # whoever comes for one makes it, and is told
+            log.warning("A runtime could not be made ready ahead of time: %s", error)
+        else:
+            stock.ready.append(runtime)
+        finally:
+            stock.making -= 1
+        self._restock(stock)
+
+    async def _make(self, recipe: RuntimeRecipe) -> Runtime:
+        kind = await self._runtime_backends.get(recipe.backend)
+        id = f"rt-{secrets.token_hex(8)}"
+        runtime = await kind.create(id, recipe.spec)
+        log_file = self._scratch(f"{id}.log")
+        try:
+            await runtime.start()
+            await run_prepare_steps(runtime, recipe.steps, log=log_file)
+        except OSError as error:
+            await runtime.remove()
+            raise SandboxError(f"A runtime of kind {recipe.backend} could not be made: {error}.") from error
+        except BaseException:
+            await asyncio.shield(runtime.remove())
+            raise
+        finally:
+            log_file.unlink(missing_ok=True)
+        return runtime
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._making:
+            task.cancel()
+        while tasks := self._making | self._removing:
+            await asyncio.wait(tasks)
+        for stock in self._stocks.values():
+            for runtime in stock.ready:
+                await runtime.remove()
+        self._stocks.clear()
+
+
+class _Snapshot(Struct):
+    path: Path
+    copying: "asyncio.Task[Path | None]"
+    users: int = 0
+
+
+class WorkspaceSnapshots:
+    """Workspaces as they were before their agents ran, one copy for all sessions of a recipe that run at the time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._snapshots: dict[str, _Snapshot] = {}
+        self._count = 0
+
+    async def acquire(self, recipe: RuntimeRecipe, runtime: Runtime) -> Path | None:
+        """The workspace of a runtime that was just prepared; None where it is too large to keep. To be
+        released in the end, unless this raises."""
+        copy = self._snapshots.get(recipe.key)
+        if copy is None:
+            self._count += 1
+            path = self._folder / f"before-{self._count}"
+            copy = _Snapshot(path, asyncio.get_running_loop().create_task(_copy_workspace(runtime, path)))
+            self._snapshots[recipe.key] = copy
+        copy.users += 1
+        try:
+            return await asyncio.shield(copy.copying)
+        except BaseException:
+            await self.release(recipe)
+            raise
+
+    async def release(self, recipe: RuntimeRecipe) -> None:
+        copy = self._snapshots[recipe.key]
+        copy.users -= 1
+        if not copy.users:
+            del self._snapshots[recipe.key]
+            await asyncio.wait([copy.copying])
+            await asyncio.to_thread(remove_tree, copy.path)
+
+
+async def _copy_workspace(runtime: Runtime, path: Path) -> Path | None:
+    try:
+        await runtime.get(runtime.spec.workdir, path, max_bytes=MAX_WORKSPACE_BYTES, all_links=True)
+    except TransferTooLargeError:
+        return None
+    except FileNotFoundError as error:
+        raise PrepareError(
+            f"The workdir {runtime.spec.workdir} is no folder (a link is none): name another."
+        ) from error
+    return path

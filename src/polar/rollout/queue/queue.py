@@ -1,0 +1,476 @@
+"""The queue: tasks and their work, as rows of the store's database.
+
+    submit ─► queued ─► leased ─► done
+                ▲          │
+                └─ waiting ┘  another try
+
+Each method is one transaction, which may be made twice where a connection is lost in the middle of its commit: then it
+finds its own work done and changes nothing. Every one of them begins by making sure that this server is still the one
+that writes here: each start takes the next epoch.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from polar.records.result import ResultUnit
+from polar.records.session import PLATFORM_REASONS
+from polar.rollout.protocol import INTERRUPTED, FinishStatus, Lease, LeaseId, SessionOutcome
+from polar.rollout.queue.database import QueueDatabase, fetch_number
+from polar.rollout.queue.records import (
+    AdmittedTask,
+    ConsumerPosition,
+    Counts,
+    EndedTask,
+    FinishResult,
+    Lane,
+    LeaseAllowance,
+    LeaseCandidate,
+    NewTask,
+    TaskRow,
+    Totals,
+    TrackedLease,
+    WorkChange,
+    WorkRow,
+    WorkState,
+    count_parameters,
+    end_parameters,
+    lease_parameters,
+    make_lease,
+    new_task_row,
+    parse_callback_url,
+    restore_lease,
+    task_parameters,
+    to_change,
+    work_parameters,
+)
+from polar.rollout.queue.selection import CONTROL_RATIO, SUSPECT_KILLS, SuspectRecord, select_work
+from polar.store.sql import Connection, WritingConnection
+
+_KILLER_ERROR = "Node after node died under this session, the last one under it alone, while others lived: set aside."
+
+
+class Queue:
+    def __init__(self, database: QueueDatabase) -> None:
+        self._database = database
+        self._sql = database.sql
+
+    # Tasks
+
+    async def submit(self, tasks: Sequence[NewTask]) -> list[AdmittedTask]:
+        """Each as it is in the queue now. One that is there already may have other content."""
+
+        now = time.time()
+
+        def insert(db: WritingConnection) -> list[AdmittedTask]:
+            samples = sum(task.samples for task in tasks)
+            first = fetch_number(db, self._sql.advance_counter, name="work", count=samples) - samples + 1
+            new = [
+                bool(rows)
+                for rows in self._database.execute_each(
+                    db, self._sql.insert_task, [task_parameters(task, now) for task in tasks]
+                )
+            ]
+            known = [task for task, is_new in zip(tasks, new, strict=True) if not is_new]
+            named = [{"run": task.run, "task_id": task.task_id} for task in known]
+            found = iter(self._database.execute_each(db, self._sql.task, named))
+            admitted = [
+                AdmittedTask(new_task_row(task, now))
+                if is_new
+                else self._readmit(db, task, TaskRow(*next(found)[0]), now)
+                for task, is_new in zip(tasks, new, strict=True)
+            ]
+            work: list[dict[str, object]] = []
+            for task, one in zip(tasks, admitted, strict=True):
+                if one.is_new:
+                    work += work_parameters(task, first)
+                first += task.samples
+            if work:
+                db.executemany(self._sql.insert_work, work)
+            return admitted
+
+        return await self._database.transact(insert)
+
+    def _readmit(self, db: WritingConnection, task: NewTask, known: TaskRow, now: float) -> AdmittedTask:
+        """A task of a name that is there already."""
+        name = {"run": task.run, "task_id": task.task_id}
+        if task.rerun:  # it may be there twice among those that are submitted now
+            known = TaskRow(*db.execute(self._sql.task, name).fetchone())
+        if task.rerun and known.state != "running":
+            db.execute(self._sql.keep_replaced, {**name, "cursor": known.cursor})
+            db.execute(self._sql.drop_work, name)
+            db.execute(self._sql.drop_task, name)
+            db.execute(self._sql.insert_task, task_parameters(task, now))
+            return AdmittedTask(new_task_row(task, now), replaced=known)
+        same = known.digest == task.digest
+        if same and task.callback_url not in (None, parse_callback_url(known.request)):
+            db.execute(self._sql.redirect_callback, {**name, "request": task.request})
+            known = msgspec.structs.replace(known, request=task.request, callback="waiting")
+            return AdmittedTask(known, is_new=False, has_new_callback=True)
+        return AdmittedTask(known, is_new=False)
+
+    async def cancel(self, run: str, task_id: str, reason: str) -> list[WorkChange] | None:
+        """Ends what has not begun; what runs is its nodes' to end. None where there is no such task."""
+
+        def cancel(db: WritingConnection) -> list[WorkChange] | None:
+            if db.execute(self._sql.task, {"run": run, "task_id": task_id}).fetchone() is None:
+                return None
+            return self._cancel(db, run, task_id, reason)
+
+        return await self._database.transact(cancel)
+
+    def _cancel(self, db: WritingConnection, run: str, task_id: str, reason: str) -> list[WorkChange]:
+        db.execute(self._sql.cancel_task, {"run": run, "task_id": task_id, "reason": reason})
+        rows = db.execute(self._sql.task_work, {"run": run, "task_id": task_id}).fetchall()
+        idle = [work for row in rows if (work := WorkRow(*row)).state in ("queued", "waiting")]
+        ending = [(SessionOutcome(work.work_id, work.fence, None, reason=reason), work.state) for work in idle]
+        return [change for change in self._finish_work(db, ending) if change is not None]
+
+    async def set_callback_state(self, run: str, task_id: str, state: str) -> None:
+        """Its callback is acknowledged, or given up."""
+        await self._database.write(self._sql.set_callback_state, run=run, task_id=task_id, callback=state)
+
+    # Leases
+
+    async def lease(
+        self,
+        node: str,
+        holding: Iterable[LeaseId],
+        allowances: Sequence[LeaseAllowance],
+        room: int,
+        slots: int,
+        unrunnable: Collection[tuple[str, str]] = (),
+    ) -> list[tuple[Lease, TrackedLease]]:
+        """So many more for a node, and those that it has without knowing; nothing of tasks for which it is unfit."""
+        known = set(holding)
+        given: set[int] = set()  # by a run of this that may have been committed, or not
+
+        def lease(db: WritingConnection) -> list[tuple[Lease, TrackedLease]]:
+            held_leases = self._leases_with_kills(db, node)
+            unknown = sorted(held_leases.keys() - known, key=_work_id)
+            found = self._database.execute_each(
+                db, self._sql.leased_work, [{"work_id": held.work_id} for held in unknown]
+            )
+            again = [restore_lease(rows[0], node) for rows in found]
+            is_rerun = any(held.work_id in given for held in unknown)
+            heads = partial(self._fetch_candidates, db)
+            chosen = (
+                []
+                if is_rerun
+                else select_work(heads, allowances, room - len(again), slots, held_leases.values(), unrunnable)
+            )
+            given.update(head.work_id for head, _ in chosen)
+            if chosen:
+                db.executemany(
+                    self._sql.lease,
+                    [
+                        {"work_id": head.work_id, "node": node, "version": allowance.version}
+                        for head, allowance in chosen
+                    ],
+                )
+            return [*again, *(make_lease(head, allowance, node) for head, allowance in chosen)]
+
+        return await self._database.transact(lease)
+
+    def _fetch_candidates(self, db: Connection, lane: Lane, limit: int, most_kills: int) -> list[LeaseCandidate]:
+        parameters = {
+            "run": lane.run,
+            "lane": lane.name,
+            "limit": limit,
+            "most_kills": most_kills,
+            "suspect": SUSPECT_KILLS,
+            "rest": CONTROL_RATIO,
+        }
+        return [LeaseCandidate(*row) for row in db.execute(self._sql.lease_candidates, parameters).fetchall()]
+
+    def _leases_with_kills(self, db: Connection, node: str) -> dict[LeaseId, int]:
+        """What a node has, and how many nodes died with it."""
+        rows = db.execute(self._sql.node_leases, {"node": node}).fetchall()
+        return {LeaseId(work_id, fence): kills for work_id, fence, kills in rows}
+
+    async def finish(self, ended: Sequence[SessionOutcome], attempts: int) -> list[FinishResult]:
+        """Only the last lease of some work can end it; told again, that is answered the same."""
+
+        def finish(db: WritingConnection) -> list[FinishResult]:
+            changes = self._retry(db, ended, attempts)
+            ending = [one for one in ended if one.lease_id not in changes]
+            for one in ending:
+                if one.reason == INTERRUPTED:  # and its task was cancelled meanwhile
+                    one.reason = "cancelled"
+            for one, change in zip(ending, self._finish_work(db, [(one, "leased") for one in ending]), strict=True):
+                if change is not None:
+                    changes[one.lease_id] = change
+            return [
+                FinishResult("taken", changes[one.lease_id])
+                if one.lease_id in changes
+                else FinishResult(self._repeat_status(db, one))
+                for one in ended
+            ]
+
+        return await self._database.transact(finish)
+
+    def _retry(
+        self, db: WritingConnection, ended: Sequence[SessionOutcome], attempts: int
+    ) -> dict[LeaseId, WorkChange]:
+        """Those that are the platform's fault, and may be tried again."""
+        back = [one for one in ended if one.reason == INTERRUPTED]
+        again = [one for one in ended if one.reason in PLATFORM_REASONS]
+        handed = self._database.execute_each(
+            db, self._sql.release, [{**lease_parameters(one.lease_id), "killed": 0} for one in back]
+        )
+        tried = self._database.execute_each(
+            db, self._sql.retry, [{**lease_parameters(one.lease_id), "attempts": attempts} for one in again]
+        )
+        changes = [
+            *(to_change(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)),
+            *(to_change(rows, "leased", "waiting", one) for one, rows in zip(again, tried, strict=True)),
+        ]
+        return {change.outcome.lease_id: change for change in changes if change is not None}
+
+    def _finish_work(
+        self, db: WritingConnection, ending: Sequence[tuple[SessionOutcome, WorkState]]
+    ) -> list[WorkChange | None]:
+        """None where something isn't in that state, of that fence, any more."""
+        if not ending:
+            return []
+        # Two each: for its own end, and for its task's. What is not used is left out.
+        first = fetch_number(db, self._sql.advance_counter, name="cursor", count=2 * len(ending)) - 2 * len(ending) + 1
+        cursors = range(first, first + 2 * len(ending), 2)
+        parameters = [end_parameters(*one, cursor) for one, cursor in zip(ending, cursors, strict=True)]
+        changes = [
+            to_change(rows, state, "done", ended, cursor)
+            for rows, (ended, state), cursor in zip(
+                self._database.execute_each(db, self._sql.finish, parameters), ending, cursors, strict=True
+            )
+        ]
+        done = [change for change in changes if change is not None]
+        counted = [count_parameters(change, time.time()) for change in done]
+        for change, [row] in zip(done, self._database.execute_each(db, self._sql.count_end, counted), strict=True):
+            state, cursor, usable, enough, cancelled, callback = row
+            if cursor is not None:
+                change.ended_task = EndedTask(change.lane.run, change.task_id, state, cursor, callback is not None)
+            elif enough is not None and usable >= enough and cancelled is None:
+                change.triggers_early_stop = True
+        stopped = {(change.lane.run, change.task_id): change for change in reversed(done) if change.triggers_early_stop}
+        for (run, task_id), change in stopped.items():
+            change.cancelled_work = self._cancel(db, run, task_id, "early_stop")
+        return changes
+
+    def _repeat_status(self, db: Connection, ended: SessionOutcome) -> FinishStatus:
+        """To one who says it again, or too late. Work of that fence that is neither leased nor done was given back, by
+        its node or because that was lost: an end that gives it back was heard, another one never will be."""
+        row = db.execute(self._sql.work, {"work_id": ended.work_id}).fetchone()
+        if row is None:
+            return "lost"
+        work = WorkRow(*row)
+        if work.state == "done":
+            heard = work.session_id == ended.session_id
+        else:
+            heard = work.state != "leased" and (ended.reason == INTERRUPTED or ended.reason in PLATFORM_REASONS)
+        return "taken" if heard and work.fence == ended.fence else "lost"
+
+    async def release_leases(self, node: str, *, died: bool) -> list[WorkChange]:
+        """All that a node had, which is no more: others may have it. `died`: nobody had told it to end, so that what
+        it had is marked, and what has killed it is set aside (selection.py)."""
+
+        def lose(db: WritingConnection) -> list[WorkChange]:
+            has = self._leases_with_kills(db, node)
+            convicted: list[LeaseId] = []
+            if died and not any(has.values()):
+                db.execute(self._sql.add_control_death)
+            elif died and len(has) == 1:
+                convicted = [held for held in has if self._suspect_record(db, held).is_proven]
+            ended = {
+                held: SessionOutcome(held.work_id, held.fence, None, reason="node_lost", node_id=node)
+                for held in sorted(has, key=_work_id)
+            }
+            back = [one for held, one in ended.items() if held not in convicted]
+            handed = self._database.execute_each(
+                db, self._sql.release, [{**lease_parameters(one.lease_id), "killed": int(died)} for one in back]
+            )
+            changes = {
+                one.lease_id: to_change(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)
+            }
+            ending = [one for held, one in ended.items() if changes.get(held) is None]
+            for one in ending:  # else it was cancelled, and so nobody tries again
+                one.reason, one.error = (
+                    ("node_killer", _KILLER_ERROR) if one.lease_id in convicted else ("cancelled", None)
+                )
+            finished = self._finish_work(db, [(one, "leased") for one in ending])
+            return [change for change in (*changes.values(), *finished) if change is not None]
+
+        return await self._database.transact(lose)
+
+    def _suspect_record(self, db: Connection, held: LeaseId) -> SuspectRecord:
+        return SuspectRecord(*db.execute(self._sql.suspect_record, {"work_id": held.work_id}).fetchone())
+
+    async def record_lifetimes(self, seconds: Mapping[str, float]) -> bool:
+        """That nodes have lived so much longer, for the cases against marked work. False where there is none."""
+
+        def record(db: WritingConnection) -> bool:
+            rows = db.execute(self._sql.suspect_work).fetchall()
+            hosts = {work_id: node for work_id, node, state in rows if state == "leased"}
+            for work_id, node in hosts.items():
+                db.execute(self._sql.add_exposure, {"work_id": work_id, "seconds": seconds.get(node, 0.0)})
+            suspicious = set(hosts.values())
+            control = sum(lived for node, lived in seconds.items() if node not in suspicious)
+            if rows:
+                db.execute(self._sql.add_control, {"seconds": control})
+            return bool(rows)
+
+        return await self._database.transact(record)
+
+    async def retract_kills(self, work_ids: Iterable[int]) -> None:
+        """Takes back a death that was none: the node lives."""
+
+        def acquit(db: WritingConnection) -> None:
+            for work_id in work_ids:
+                db.execute(self._sql.retract_kill, {"work_id": work_id})
+
+        await self._database.transact(acquit)
+
+    async def requeue(self, work_ids: Iterable[int]) -> list[Lane]:
+        """Work that waited for another try; in which lanes some is queued now."""
+
+        def go_on(db: WritingConnection) -> list[Lane]:
+            found = []
+            for work_id in work_ids:
+                found += [Lane(*row) for row in db.execute(self._sql.requeue, {"work_id": work_id}).fetchall()]
+            return found
+
+        return await self._database.transact(go_on)
+
+    async def delete_ended_tasks(self, cursor: int, limit: int) -> int:
+        """Drops up to `limit` tasks that ended by the cursor, with their sessions, and up to `limit` sessions of tasks
+        that ended by then and were run again. Returns how many tasks and such sessions there were."""
+
+        def forget(db: WritingConnection) -> int:
+            tasks = db.execute(self._sql.tasks_ended_up_to, {"cursor": cursor, "limit": limit}).fetchall()
+            for run, task_id in tasks:
+                task = {"run": run, "task_id": task_id}
+                for (session_id,) in db.execute(self._sql.task_sessions, task).fetchall():
+                    self._drop_session(db, session_id)
+                db.execute(self._sql.drop_work, task)
+                db.execute(self._sql.drop_task, task)
+            replaced = db.execute(self._sql.replaced_up_to, {"cursor": cursor, "limit": limit}).fetchall()
+            for (session_id,) in replaced:
+                self._drop_session(db, session_id)
+                db.execute(self._sql.drop_replaced, {"session_id": session_id})
+            return len(tasks) + len(replaced)
+
+        return await self._database.transact(forget)
+
+    def _drop_session(self, db: WritingConnection, session_id: str) -> None:
+        db.execute(self._sql.drop_exchanges, {"session_id": session_id})
+        db.execute(self._sql.drop_session, {"session_id": session_id})
+
+    # What there is
+
+    async def leases(self) -> list[TrackedLease]:
+        """All there are: read when a server starts, when a node joins, and in doubt."""
+
+        def read(db: Connection) -> list[TrackedLease]:
+            found: list[TrackedLease] = []
+            while True:
+                after = found[-1].lease_id.work_id if found else 0
+                rows = db.execute(self._sql.leases, {"after": after, "limit": 1000}).fetchall()
+                if not rows:
+                    return found
+                for work_id, fence, run, lane, task_id, node, version, cancelled, request in rows:
+                    held = LeaseId(work_id, fence)
+                    found.append(TrackedLease(held, Lane(run, lane), task_id, node, version, cancelled, request))
+
+        return await self._database.transact(read)
+
+    async def node_leases(self, node: str) -> list[TrackedLease]:
+        def read(db: Connection) -> list[TrackedLease]:
+            held = db.execute(self._sql.node_leases, {"node": node}).fetchall()
+            found = self._database.execute_each(
+                db, self._sql.leased_work, [{"work_id": work_id} for work_id, *_ in held]
+            )
+            return [restore_lease(rows[0], node)[1] for rows in found]
+
+        return await self._database.transact(read)
+
+    async def waiting_work(self) -> list[int]:
+        return await self._database.transact(
+            lambda db: [row[0] for row in db.execute(self._sql.waiting_work).fetchall()]
+        )
+
+    async def counts(self) -> dict[Lane, Counts]:
+        """In the order of transactions, so that changes can be counted from here on."""
+
+        def read(db: Connection) -> dict[Lane, Counts]:
+            found: dict[Lane, Counts] = {}
+            for state, run, lane, count in db.execute(self._sql.counts).fetchall():
+                setattr(found.setdefault(Lane(run, lane), Counts()), state, count)
+            return found
+
+        return await self._database.transact(read)
+
+    async def totals(self) -> dict[str, Totals]:
+        def read(db: Connection) -> dict[str, Totals]:
+            rows = db.execute(self._sql.totals).fetchall()
+            return {run: Totals(int(tasks), int(ended), int(usable)) for run, tasks, ended, usable in rows}
+
+        return await self._database.transact(read)
+
+    async def task(self, run: str, task_id: str) -> TaskRow | None:
+        row = await self._database.query(
+            lambda db: db.execute(self._sql.task, {"run": run, "task_id": task_id}).fetchone()
+        )
+        return None if row is None else TaskRow(*row)
+
+    async def task_work(self, run: str, task_id: str) -> list[WorkRow]:
+        return await self._database.fetch_rows(WorkRow, self._sql.task_work, run=run, task_id=task_id)
+
+    async def work_after(self, run: str, after: int, limit: int) -> list[WorkRow]:
+        return await self._database.fetch_rows(WorkRow, self._sql.work_after, run=run, after=after, limit=limit)
+
+    async def tasks_after(self, run: str, after: int, limit: int) -> list[TaskRow]:
+        return await self._database.fetch_rows(TaskRow, self._sql.tasks_after, run=run, after=after, limit=limit)
+
+    async def recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
+        return await self._database.fetch_rows(TaskRow, self._sql.recent_tasks, run=run, limit=limit)
+
+    async def tasks_awaiting_callback(self, after: int, limit: int) -> list[TaskRow]:
+        return await self._database.fetch_rows(TaskRow, self._sql.tasks_awaiting_callback, after=after, limit=limit)
+
+    async def usable_after(self, run: str, after: int, unit: ResultUnit) -> int:
+        """In the order of transactions, like `counts`."""
+        query = self._sql.usable_after if unit == "session" else self._sql.usable_in_tasks_after
+        return await self._database.transact(lambda db: int(fetch_number(db, query, run=run, after=after)))
+
+    # Runs, consumers, facts
+
+    async def runs(self) -> dict[str, str]:
+        return dict(await self._database.query(lambda db: db.execute(self._sql.runs).fetchall()))
+
+    async def save_run(self, run: str, settings: str) -> None:
+        await self._database.write(self._sql.save_run, run=run, settings=settings)
+
+    async def consumers(self) -> dict[tuple[str, str], ConsumerPosition]:
+        rows = await self._database.query(lambda db: db.execute(self._sql.consumers).fetchall())
+        return {(run, consumer): ConsumerPosition(cursor, unit) for run, consumer, cursor, unit in rows}
+
+    async def save_consumer(self, run: str, consumer: str, position: ConsumerPosition) -> None:
+        await self._database.write(
+            self._sql.save_consumer, run=run, consumer=consumer, cursor=position.cursor, unit=position.unit
+        )
+
+    async def last_cursor(self) -> int:
+        """The last one given out."""
+        return await self._database.transact(lambda db: fetch_number(db, self._sql.counter, name="cursor"))
+
+    async def fact(self, name: str) -> str | None:
+        row = await self._database.query(lambda db: db.execute(self._sql.fact, {"name": name}).fetchone())
+        return None if row is None else str(row[0])
+
+    async def save_fact(self, name: str, value: str) -> None:
+        await self._database.write(self._sql.save_fact, name=name, value=value)
+
+
+def _work_id(held: LeaseId) -> int:
+    return held.work_id

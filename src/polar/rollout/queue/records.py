@@ -1,0 +1,287 @@
+"""What the queue is made of: tasks, the work of their samples, and what becomes of it.
+
+`TaskRow`, `WorkRow` and `LeaseCandidate` are rows as the queue's SQL selects them. Functions at the end make parameters
+of records, and records of rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from polar.records.result import ResultUnit
+from polar.rollout.protocol import FinishStatus, Lease, LeaseId, SessionOutcome
+
+WorkState = Literal["queued", "leased", "waiting", "done"]
+
+
+class TaskRow(Struct):
+    run: str
+    task_id: str
+    state: Literal["running", "completed", "failed"]
+    cancelled: str | None  # why no more of its sessions begin
+    samples: int
+    ended: int
+    usable: int
+    enough: int | None
+    created_at: float
+    ended_at: float | None
+    cursor: int | None
+    callback: Literal["waiting", "acknowledged", "given_up"] | None
+    digest: bytes
+    request: str  # JSON
+
+
+class WorkRow(Struct):
+    work_id: int
+    run: str
+    task_id: str
+    sample: int
+    state: WorkState
+    fence: int
+    attempt: int
+    kills: int
+    node: str | None
+    version: int | None  # of the policy, when it was leased
+    cursor: int | None
+    session_id: str | None
+    summary: str | None  # an Ended, as JSON
+
+
+class NewTask(Struct):
+    run: str
+    task_id: str
+    samples: int
+    enough: int | None
+    lane: str
+    priority: int
+    callback_url: str | None
+    digest: bytes  # of what makes it this task; its callback_url is none of that
+    request: str
+    rerun: bool = False  # one of this name that has ended is run again
+
+
+class AdmittedTask(Struct):
+    """What became of a NewTask."""
+
+    row: TaskRow  # as it is in the queue now; it may have other content
+    is_new: bool = True
+    replaced: TaskRow | None = None  # the ended task of this name that it takes the place of
+    has_new_callback: bool = False  # it was there, and another address is to be told of its end
+
+
+class Lane(Struct, frozen=True):
+    """Work of one run that takes one kind of runtime: nobody else's priorities matter in it."""
+
+    run: str
+    name: str
+
+
+class LeaseAllowance(Struct, frozen=True):
+    """What a node may have of a lane."""
+
+    lane: Lane
+    max_sessions: int  # of the run, shared by its lanes
+    running: int  # of the run, by now: of equally urgent work, that of the least busy run goes first
+    version: int | None  # of the policy
+    is_isolation_node: bool = (
+        False  # the node gets nothing that is less urgent than work that is to run alone, until it is idle
+    )
+
+
+class LeaseCandidate(Struct):
+    """The next of a lane."""
+
+    work_id: int
+    rank: int
+    kills: int
+    fence: int
+    task_id: str
+    sample: int
+    attempt: int
+    digest: bytes
+    request: str
+
+
+class TrackedLease(Struct):
+    """A lease, as the server keeps it in memory."""
+
+    lease_id: LeaseId
+    lane: Lane
+    task_id: str
+    node: str
+    version: int | None
+    cancelled: str | None
+    request: str
+
+
+class EndedTask(Struct):
+    run: str
+    task_id: str
+    state: str
+    cursor: int
+    has_callback: bool  # somebody is to be told
+
+
+class FinishResult(Struct):
+    """What became of something that was said to have ended."""
+
+    status: FinishStatus
+    change: "WorkChange | None" = None  # None where it was heard before, or too late
+
+
+class WorkChange(Struct):
+    """Some work is no longer what it was."""
+
+    lane: Lane
+    task_id: str
+    sample: int
+    old_state: WorkState
+    new_state: WorkState
+    outcome: SessionOutcome
+    cursor: int | None = None
+    ended_task: EndedTask | None = None  # that ended with it
+    triggers_early_stop: bool = False  # its task has enough graded sessions now: the others are not wanted any more
+    cancelled_work: list["WorkChange"] = []  # of those, what had not begun
+
+
+class ConsumerPosition(Struct, frozen=True):
+    """How far a consumer has taken everything."""
+
+    cursor: int
+    unit: ResultUnit
+
+
+class Counts(Struct):
+    queued: int = 0
+    leased: int = 0
+    waiting: int = 0
+
+
+class Totals(Struct):
+    tasks: int = 0
+    ended: int = 0
+    usable: int = 0
+
+
+# Parameters and rows
+
+
+def work_parameters(task: NewTask, first: int) -> list[dict[str, object]]:
+    return [
+        {
+            "work_id": first + sample,
+            "run": task.run,
+            "task_id": task.task_id,
+            "sample": sample,
+            "lane": task.lane,
+            "rank": -task.priority,
+        }
+        for sample in range(task.samples)
+    ]
+
+
+def task_parameters(task: NewTask, now: float) -> dict[str, object]:
+    return {
+        "run": task.run,
+        "task_id": task.task_id,
+        "samples": task.samples,
+        "enough": task.enough,
+        "created_at": now,
+        "callback": None if task.callback_url is None else "waiting",
+        "digest": task.digest,
+        "request": task.request,
+    }
+
+
+def new_task_row(task: NewTask, now: float) -> TaskRow:
+    """As it is in the database when it has just come."""
+    return TaskRow(
+        run=task.run,
+        task_id=task.task_id,
+        state="running",
+        cancelled=None,
+        samples=task.samples,
+        ended=0,
+        usable=0,
+        enough=task.enough,
+        created_at=now,
+        ended_at=None,
+        cursor=None,
+        callback=None if task.callback_url is None else "waiting",
+        digest=task.digest,
+        request=task.request,
+    )
+
+
+class _Request(Struct):
+    """Of a TaskRequest, what is needed here."""
+
+    callback_url: str | None = None
+
+
+_decode_request = msgspec.json.Decoder(_Request).decode
+
+
+def parse_callback_url(request: str) -> str | None:
+    """Of a TaskRequest, as JSON."""
+    return _decode_request(request).callback_url
+
+
+def end_parameters(ended: SessionOutcome, state: WorkState, cursor: int) -> dict[str, object]:
+    return {
+        "work_id": ended.work_id,
+        "fence": ended.fence,
+        "state": state,
+        "session_id": ended.session_id,
+        "usable": int(ended.reason is None),
+        "summary": msgspec.json.encode(ended).decode(),
+        "cursor": cursor,
+    }
+
+
+def make_lease(head: LeaseCandidate, allowance: LeaseAllowance, node: str) -> tuple[Lease, TrackedLease]:
+    lane, fence = allowance.lane, head.fence + 1
+    lease = Lease(
+        work_id=head.work_id,
+        fence=fence,
+        run=lane.run,
+        task_id=head.task_id,
+        sample=head.sample,
+        attempt=head.attempt,
+        digest=head.digest.hex(),
+        request=Raw(head.request.encode()),
+    )
+    return lease, TrackedLease(lease.lease_id, lane, head.task_id, node, allowance.version, None, head.request)
+
+
+def to_change(
+    rows: Sequence[Sequence[Any]], was: WorkState, became: WorkState, ended: SessionOutcome, cursor: int | None = None
+) -> WorkChange | None:
+    """Of the row (run, task_id, sample, lane) that was changed, if one was."""
+    for run, task_id, sample, lane in rows:
+        return WorkChange(Lane(run, lane), task_id, sample, was, became, ended, cursor)
+    return None
+
+
+def count_parameters(change: WorkChange, now: float) -> dict[str, object]:
+    assert change.cursor is not None
+    return {
+        "run": change.lane.run,
+        "task_id": change.task_id,
+        "usable": int(change.outcome.reason is None),
+        "now": now,
+        "cursor": change.cursor + 1,
+    }
+
+
+def lease_parameters(held: LeaseId) -> dict[str, int]:
+    return {"work_id": held.work_id, "fence": held.fence}
+
+
+def restore_lease(row: Sequence[Any], node: str) -> tuple[Lease, TrackedLease]:
+    """Of what a node has without knowing."""
+    work_id, fence, run, lane, task_id, sample, attempt, version, cancelled, digest, request = row
+    lease = Lease(work_id, fence, run, task_id, sample, attempt, digest.hex(), Raw(request.encode()))
+    return lease, TrackedLease(lease.lease_id, Lane(run, lane), task_id, node, version, cancelled, request)

@@ -1,0 +1,259 @@
+"""Weights as files, for engines on the same machine: in memory where there is room, else in the run's own folder.
+Polar's embedded engine reads them, and vLLM (`vllm.py`).
+
+The latest ones stay while the run goes on, so that an engine that is started again finds them. In memory those before
+them stay as well, as a spare file: the next ones overwrite it, since memory that is had takes a fraction of the time of
+memory that has to be found.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Struct
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polar.engines.embedded.weights import WeightUpdate, load_update, save_update
+from polar.engines.http_client import EngineHttpClient
+from polar.errors import ConfigError, EngineError
+
+log = logging.getLogger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
+_WEIGHTS_FILE, _SPARE_FOLDER = "model.safetensors", "spare"
+LOAD_SECONDS = 600.0
+"""How long an engine may take to read its weights."""
+
+_TensorSpecs = dict[str, tuple[torch.dtype, torch.Size]]
+
+
+def count_weight_bytes(weights: Mapping[str, Tensor]) -> int:
+    """In bytes, as a file has them."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+# The places of a run that keeps its own things in the folder `run`
+
+
+def choose_staging_folder(run: Path, size: int) -> Path:
+    """For weights of so many bytes. New ones are written beside those that engines have, so in memory there must be
+    more than twice the room: containers often have a mere 64 MB there."""
+    memory = _memory_folder(run)
+    if os.access(_SHARED_MEMORY, os.W_OK):
+        own = sum(file.stat().st_size for file in memory.rglob("*") if file.is_file())
+        if shutil.disk_usage(_SHARED_MEMORY).free + own > 2 * size:
+            return memory
+    return _disk_folder(run)
+
+
+def remove_other_stagings(run: Path, folder: Path) -> None:
+    """Weights lie in `folder` now. What an earlier process of the run put elsewhere is not needed any longer."""
+    for place in (_memory_folder(run), _disk_folder(run)):
+        if place != folder:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def remove_staged_weights(run: Path) -> None:
+    """For a run that is not resumed: an engine that is started again needs no weights."""
+    for place in (_memory_folder(run), _disk_folder(run)):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def move_weights_to_disk(run: Path, state: Path | None) -> None:
+    """The run may be gone on with, but its processes have ended: what lies in memory would stay there until the machine
+    is started anew. So the weights that the engine remembers in the file `state` move to the run's folder; others are
+    not needed, since the trainer gives engines those of its checkpoint."""
+    memory, disk = _memory_folder(run), WeightStaging(_disk_folder(run))
+    last = None if state is None else load_update(state)
+    if state is not None and last is not None and Path(last.path).is_relative_to(memory) and Path(last.path).exists():
+        try:
+            disk.copy_from(Path(last.path), last.version)
+            save_update(state, WeightUpdate(str(disk.weights_file(last.version)), last.version))
+            disk.keep_only(last.version)
+        except OSError as error:
+            log.warning("The latest weights stay in %s: %s can't have them: %s", memory, disk.folder, error)
+            return
+    shutil.rmtree(memory, ignore_errors=True)
+
+
+def _memory_folder(run: Path) -> Path:
+    """The same folder for the same run, in every process."""
+    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    return (_SHARED_MEMORY / f"polar-weights-{os.getuid()}-{name}").resolve()
+
+
+def _disk_folder(run: Path) -> Path:
+    return run.resolve() / "weights"
+
+
+class WeightStaging:
+    """One folder a version, each with a file of weights as a Hugging Face checkpoint has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._specs_by_folder: dict[str, _TensorSpecs] = {}  # by folder, what this process has written there
+
+    def version_folder(self, version: int) -> Path:
+        return self.folder / str(version)
+
+    def weights_file(self, version: int) -> Path:
+        return self.version_folder(version) / _WEIGHTS_FILE
+
+    def write(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Whole, or not at all."""
+        unfinished = self._unfinished(version)
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for left in self.folder.glob(self._unfinished("*").name):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            if (
+                self._specs_by_folder.pop(_SPARE_FOLDER, None) == kinds and self._spare.exists()
+            ):  # memory is cleared by others, too
+                self._spare.rename(unfinished)
+                _overwrite(unfinished / _WEIGHTS_FILE, weights)
+            else:
+                self._write_new(weights, unfinished)
+            self._finish(version)
+        except (OSError, SafetensorError) as error:  # the latter, with the system's words, where the disk is full
+            shutil.rmtree(unfinished, ignore_errors=True)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise ConfigError(f"The weights can't be written to {self.folder}: {reason}.") from error
+        self._specs_by_folder[str(version)] = kinds
+
+    def _write_new(self, weights: Mapping[str, Tensor], unfinished: Path) -> None:
+        shutil.rmtree(self._spare, ignore_errors=True)  # of other weights, or an earlier process
+        size = count_weight_bytes(weights)
+        if shutil.disk_usage(self.folder).free < size:
+            raise ConfigError(
+                f"The weights take {size / 1e6:.0f} MB, and {self.folder} has no room for them: "
+                "free some, or choose another output folder."
+            )
+        unfinished.mkdir()
+        save_file(_untie_weights(weights), unfinished / _WEIGHTS_FILE, metadata={"format": "pt"})
+
+    def copy_from(self, file: Path, version: int) -> None:
+        """A file of weights that lies somewhere else: whole, or not at all. Raises OSError."""
+        unfinished = self._unfinished(version)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir(mode=0o700, parents=True)
+            shutil.copyfile(file, unfinished / _WEIGHTS_FILE)
+            self._finish(version)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def _unfinished(self, version: int | str) -> Path:
+        return self.folder / f"{version}.unfinished"
+
+    def _finish(self, version: int) -> None:
+        shutil.rmtree(self.version_folder(version), ignore_errors=True)  # of an update that failed
+        self._unfinished(version).rename(self.version_folder(version))
+
+    def keep_only(self, version: int) -> None:
+        """All engines have this one, so those before it are not read any more."""
+        for folder in self.folder.iterdir():
+            if folder.name in (str(version), _SPARE_FOLDER):
+                continue
+            kinds = self._specs_by_folder.pop(folder.name, None)
+            if (
+                kinds
+                and _SPARE_FOLDER not in self._specs_by_folder
+                and self.folder.is_relative_to(_SHARED_MEMORY.resolve())
+            ):
+                folder.rename(self._spare)
+                self._specs_by_folder[_SPARE_FOLDER] = kinds
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def drop_spare(self) -> None:
+        self._specs_by_folder.pop(_SPARE_FOLDER, None)
+        shutil.rmtree(self._spare, ignore_errors=True)
+
+    @property
+    def _spare(self) -> Path:
+        return self.folder / _SPARE_FOLDER
+
+
+def _untie_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tied tensors as tensors of their own: the file's format knows no others."""
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in weights.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return apart
+
+
+class _TensorHeader(Struct):
+    """Of a tensor in a file: from where to where, behind the header."""
+
+    data_offsets: tuple[int, int]
+
+
+def _overwrite(file: Path, weights: Mapping[str, Tensor]) -> None:
+    """The file holds tensors of the same names and kinds."""
+    data = np.memmap(file, np.uint8, "r+")
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = msgspec.json.decode(data[8:begin].tobytes(), type=dict[str, msgspec.Raw])
+    for name, tensor in weights.items():
+        low, high = msgspec.json.decode(header[name], type=_TensorHeader).data_offsets
+        place = torch.from_numpy(data[begin + low : begin + high])
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+# Engines that read them
+
+
+class FileTransport:
+    """What transports of files have in common."""
+
+    def __init__(self, folder: Path) -> None:
+        self.staging = WeightStaging(folder)
+
+    def prepare(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self.staging.write(weights, version)
+
+    def release_previous(self, version: int) -> None:
+        self.staging.keep_only(version)
+
+    def close(self) -> None:
+        self.staging.drop_spare()
+
+
+class _VersionReply(Struct):
+    version: int | None = None
+    weight_version: str | int | None = None
+
+
+def parse_version(engine: EngineHttpClient, path: str, body: bytes) -> int | None:
+    """The version in an engine's answer; None where its label is none of ours. Raises EngineError."""
+    try:
+        reply = msgspec.json.decode(body, type=_VersionReply)
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"{engine.url}{path} did not answer with a version: {error}.") from error
+    version = reply.version if reply.version is not None else reply.weight_version
+    return int(str(version)) if str(version).isdecimal() else None
+
+
+class EmbeddedTransport(FileTransport):
+    """Polar's own engine: one call does all of it."""
+
+    async def load(self, engine: EngineHttpClient, version: int) -> None:
+        body = {"path": str(self.staging.weights_file(version)), "version": version}
+        await engine.request("POST", "/update_weights", msgspec.json.encode(body), timeout=LOAD_SECONDS)
+
+    async def read_version(self, engine: EngineHttpClient) -> int | None:
+        path = "/weight_version"
+        return parse_version(engine, path, await engine.request("GET", path))

@@ -1,0 +1,138 @@
+"""The weights of a model in this process, in the engines of a run.
+
+For the reference trainer, and for trainers that hold a Hugging Face model themselves.
+
+    model ─► merged weights ─► transport of the engines' kind ─► WeightSender ─► the model's own scores as the probe
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from msgspec import Struct, field
+
+from polar.client.async_client import AsyncClient
+from polar.config import EngineSettings
+from polar.engines.base import normalize_engine_url
+from polar.engines.http_client import EngineHttpClient
+from polar.errors import EngineError
+from polar.weight_sync.base import SyncError, create_transport
+from polar.weight_sync.files import choose_staging_folder, count_weight_bytes, remove_other_stagings
+from polar.weight_sync.merged_weights import get_merged_weights
+from polar.weight_sync.probe import Probe, Scorer, Tolerance, choose_tolerance, make_scorer
+from polar.weight_sync.updater import PATIENCE_SECONDS, SyncReport, WeightSender
+
+
+class ScoringModel(Protocol):
+    """What trains: the reference trainer's Learner, or another trainer's model."""
+
+    model: Any  # of Hugging Face
+    vocab_size: int
+
+    def score(self, prompt: list[int], sampled: list[int]) -> Sequence[float]:
+        """Log-probabilities of sampled tokens behind a prompt, at temperature 1."""
+        ...
+
+
+class PlainScoringModel:
+    """A Hugging Face model, scored by a plain forward pass unless `score` says otherwise."""
+
+    def __init__(self, model: Any, score: Scorer | None = None) -> None:
+        self.model = model
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._score = score or make_scorer(model)
+
+    def score(self, prompt: list[int], sampled: list[int]) -> Sequence[float]:
+        return self._score(prompt, sampled)
+
+
+class EngineVersions(Struct):
+    """Versions of the engines' weights: as the service labels what they sample, and as they say themselves."""
+
+    labeled: set[int]
+    held: set[int] = field(default_factory=set)
+
+
+class ModelWeightPublisher:
+    """Keeps the engines of a run on the weights of one model. The model must not change while a method runs: engines
+    are compared with it."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        engine: EngineSettings,
+        model: ScoringModel,
+        output: Path,
+        *,
+        transport: str | None = None,
+        tolerance: float | None = None,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:
+        """`engine` has the kind of the run's engines; `output` is where files go that don't fit into memory;
+        `transport` is a plug-in of polar.weight_sync [default: the one of the engines' kind];
+        `tolerance` is the probe's [default: by what engine and model compute in]."""
+        self._client = client
+        self._engine = engine
+        self._model = model
+        self._output = output
+        self._folder = choose_staging_folder(output, count_weight_bytes(model.model.state_dict()))
+        self._transport = create_transport(transport or engine.kind, self._folder)
+        allowed = _choose_tolerance(engine, model) if tolerance is None else Tolerance(tolerance, tolerance)
+        probe = Probe(model.score, model.vocab_size, allowed)
+        self._sender = WeightSender(client, self._transport, engine, probe, patience=patience)
+        self._version: int | None = None  # published last by `publish_next`
+
+    async def read_versions(self) -> EngineVersions:
+        replicas = (await self._client.policy())["replicas"]
+        held = await asyncio.gather(*(self._read_held_version(str(replica["url"])) for replica in replicas))
+        return EngineVersions(
+            {int(replica["version"]) for replica in replicas}, {one for one in held if one is not None}
+        )
+
+    async def has_trainer_weights(self, version: int) -> bool:
+        """Whether all engines sample with the model's weights."""
+        try:
+            await self._sender.check(version)
+        except SyncError:
+            return False
+        return True
+
+    async def publish(self, version: int) -> SyncReport:
+        """Gives the engines the model's weights. Raises SyncError: they did not take them, or sample with others."""
+        report = await self._sender.send(get_merged_weights(self._model.model), version)
+        remove_other_stagings(self._output, self._folder)
+        return report
+
+    async def publish_next(self) -> int:
+        """Publishes under a version that stands for no other weights, and returns it. Engines that have the model's
+        weights the first time keep their version. Raises SyncError."""
+        if self._version is None:
+            known = await self.read_versions()
+            self._version = max(known.labeled | known.held, default=0)
+            if known.labeled == {self._version} and await self.has_trainer_weights(self._version):
+                return self._version
+        self._version += 1
+        await self.publish(self._version)
+        return self._version
+
+    async def close(self) -> None:
+        await self._sender.close()
+
+    async def _read_held_version(self, url: str) -> int | None:
+        """None where it is away: it is waited for when it gets its weights."""
+        http = EngineHttpClient(normalize_engine_url(url), self._engine.api_key, self._engine.timeout)
+        try:
+            return await self._transport.read_version(http) or 0  # none of ours: the model that it began with
+        except EngineError:
+            return None
+        finally:
+            await http.close()
+
+
+def _choose_tolerance(engine: EngineSettings, model: ScoringModel) -> Tolerance:
+    """That of the coarser of both. An engine that doesn't say how it computes does so in half precision, on a GPU."""
+    theirs = engine.options.get("dtype", "auto")
+    if theirs == "auto":
+        theirs = "float32" if model.model.device.type == "cpu" else "bfloat16"
+    return choose_tolerance(str(theirs), str(model.model.dtype).removeprefix("torch."))
