@@ -75,8 +75,10 @@ def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path) -> None:
 
 
 def test_tests_that_pages_mention_exist() -> None:
+    """Files of the suites; a task's own tests/test_x.py is none."""
+    suites = "|".join(path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for name in re.findall(r"\btests/[\w/]+\w(?:\.\w+)?", page.read_text(encoding="utf-8")):
+        for name in re.findall(rf"\btests/(?:{suites})/[\w/]+(?:\.\w+)?", page.read_text(encoding="utf-8")):
             assert (ROOT / name).exists(), f"{page.relative_to(ROOT)} mentions {name}"
 
 
@@ -84,3 +86,11 @@ def test_targets_that_pages_mention_exist() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for name in re.findall(r"(?:`|; )make ([a-z][\w-]*)", page.read_text(encoding="utf-8")):
             assert is_make_target(name) or name == "bench-NAME", f"{page.relative_to(ROOT)} mentions make {name}"
+
+
+def test_metrics_that_the_documents_name_are_in_the_code() -> None:
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    page = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    for name in sorted(set(re.findall(r"\bpolar_[a-z_]+", page))):
+        stem = re.sub(r"_(total|bucket|count|sum)$", "", name)
+        assert f'"{name}"' in code or f'"{stem}"' in code, name
