@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from benchmarks.process import print_message, read_input_lines, run_async
 from polar.config import EngineSettings, GatewaySettings, ServerSettings, Settings
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.service import Service
 
 INTERVAL = 0.001

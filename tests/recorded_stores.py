@@ -26,9 +26,9 @@ import psycopg
 from click.testing import CliRunner
 
 from polar.cli.main import cli
-from polar.data_plane import DataPlane
 from polar.engines.scripted import TOKENIZER_FOLDER, PlaySet, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.play import TurnContext
+from polar.gateway.data_plane import DataPlane
 from polar.plugins import names
 from polar.records.exchange import Exchange, StartedCall
 from polar.records.session import Evidence, Session, Verdict

@@ -17,9 +17,9 @@ from msgspec import Struct
 
 from benchmarks.client import BenchmarkError
 from polar.config import Settings
-from polar.data_plane import DataPlane
 from polar.engines.scripted.play import Play, ScriptedTurn
 from polar.engines.scripted.server import ScriptedServer
+from polar.gateway.data_plane import DataPlane
 from polar.harnesses import build_environment, filter_environment, load_harness
 from polar.harnesses.base import Harness, SetupRequest, write_setup
 from polar.plugins import names

@@ -41,7 +41,8 @@ from benchmarks.pipeline.workload import WorkloadSession, make_sessions
 from benchmarks.process import ServerProcess, run_async
 from benchmarks.report import LatencySummary, Promise, describe_machine, promise_table
 from polar.config import EngineSettings, GatewaySettings, NodeSettings, PrewarmSettings, Settings
-from polar.data_plane import DataPlane, tune_process
+from polar.gateway.data_plane import DataPlane
+from polar.gateway.process import tune_process
 from polar.harnesses import build_environment
 from polar.node.node_service import make_node
 from polar.records.session import Verdict

@@ -16,7 +16,7 @@ from benchmarks.calls import make_conversation
 from benchmarks.pipeline.runtime import SimulatedBackend, SimulatedBackends
 from benchmarks.process import Address, print_message, run_async, wait_for_input_end
 from benchmarks.service.worker import build_settings, make_no_op_worker, run_worker
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.node.node_service import make_node, make_worker
 from polar.service import Service
 

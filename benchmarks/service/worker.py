@@ -18,7 +18,8 @@ import msgspec
 
 from benchmarks.process import Address, print_message, run_async, wait_for_input_end
 from polar.config import GatewaySettings, NodeSettings, ServerSettings, Settings, StoreSettings
-from polar.data_plane import DataPlane, tune_process
+from polar.gateway.data_plane import DataPlane
+from polar.gateway.process import tune_process
 from polar.gateway.session_registry import SessionRegistry
 from polar.node.finished_session import FinishedSession
 from polar.node.remote_server import RemoteServer

@@ -24,10 +24,10 @@ from benchmarks.calls import make_filler
 from benchmarks.client import BenchmarkError, Connection, encode_post, get_port
 from polar import ids
 from polar.config import Settings
-from polar.data_plane import DataPlane
 from polar.dialects.base import Dialect
 from polar.engines.scripted import Play, ScriptedServer
 from polar.engines.scripted.server import TOKENIZER_FOLDER
+from polar.gateway.data_plane import DataPlane
 from polar.plugins import load
 from polar.records.exchange import Exchange
 from polar.rendering.continuation import RecordedTurn, TurnHistory

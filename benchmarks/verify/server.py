@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.process import Address, print_message, run_async, wait_for_input_end
 from polar.config import EngineSettings, GatewaySettings, ServerSettings, Settings
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.service import Service
 
 

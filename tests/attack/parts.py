@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from polar.data_plane import DataPlane
+from polar.gateway.data_plane import DataPlane
+from polar.gateway.generation import Generation
 from polar.records.exchange import Exchange
 from polar.service import Service
 from tests.attack.replies import DONE, GOOD, encode, response, stream
@@ -281,6 +282,12 @@ class Bench:
     async def new_session(self) -> None:
         session, self.key = await self.service.sessions.create({})
         self.session_id = session.session_id
+
+    def orphans(self) -> list[Generation]:
+        """Those of all sessions."""
+        plane = self.service.data_plane if isinstance(self.service, Service) else self.service
+        generations, sessions = plane.gateway.generations, plane.sessions._sessions_by_key_hash.values()
+        return [orphan for session in sessions for orphan in generations.list_orphans(session)]
 
     async def exchanges(self) -> list[Exchange]:
         return [exchange async for exchange in self.service.store.exchanges(self.session_id)]

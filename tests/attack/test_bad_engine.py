@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.data_plane import DataPlane
+from polar.gateway.data_plane import DataPlane
 from polar.records.exchange import Exchange
 from tests.attack.parts import (
     ANTHROPIC,

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from polar.data_plane import DataPlane
 from polar.engines.scripted import TOKENIZER_FOLDER, Play, PlaySet, ScriptedServer, ScriptedTurn
 from polar.gateway import prompt_renderer
+from polar.gateway.data_plane import DataPlane
 from polar.rendering.continuation import TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import ChatTemplate
@@ -177,7 +177,8 @@ async def test_counting_tokens_ends_no_turn(tmp_path: Path) -> None:
         reply.close()
         opened = await stack.service.sessions.find_by_key(stack.key)
         assert opened is not None
-        await wait_until(lambda: bool(opened.orphans))
+        generations = stack.service.data_plane.gateway.generations
+        await wait_until(lambda: bool(generations.list_orphans(opened)))
         found = re.search(r"x[0-9a-f]{24}", got.decode())
         assert found is not None
         seal = {"type": "thinking", "thinking": "hm so", "signature": f"polar.{found.group()}.0"}

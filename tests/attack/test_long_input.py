@@ -176,7 +176,7 @@ async def test_settings_of_any_number_are_answered_or_refused(it: Stack, dialect
 async def test_half_a_request_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Long enough for a whole request to come in time on any machine.
     monkeypatch.setattr(http, "IDLE_TIMEOUT_SECONDS", 3.0)
-    monkeypatch.setattr("polar.control_plane.IDLE_TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr("polar.service.control_plane.IDLE_TIMEOUT_SECONDS", 3.0)
     async with running(tmp_path) as stack:
         body = encode(CHAT.body)
         authorization = {"Authorization": f"Bearer {stack.key}"}

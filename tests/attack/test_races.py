@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 
 from polar.config import EngineSettings
-from polar.data_plane import DataPlane
 from polar.dialects.openai_chat import OpenAIChat
 from polar.engines.pool import EnginePool
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.errors import EngineError
+from polar.gateway.call import HarnessCall
 from polar.gateway.call_journal import CallJournal
-from polar.gateway.capture import HarnessCall
-from polar.gateway.generation import Generation, GenerationContext
+from polar.gateway.data_plane import DataPlane
+from polar.gateway.generation import GenerationContext, GenerationRegistry
 from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.prompt_id_parser import PromptIdParser
 from polar.gateway.prompt_renderer import PromptRenderer
@@ -107,8 +107,7 @@ async def until(wire: Wire, text: bytes) -> None:
 async def leave(it: Bench, wire: Wire) -> None:
     """Hangs up, and waits until the gateway knows."""
     wire.writer.transport.abort()
-    (opened,) = it.service.sessions._sessions_by_key_hash.values()
-    await comes_true(lambda: bool(opened.orphans))
+    await comes_true(lambda: bool(it.orphans()))
 
 
 # Retries
@@ -180,8 +179,7 @@ async def test_an_orphan_that_ends_and_is_asked_for_too_late(tmp_path: Path) -> 
         steps.go(0, 2)
         (exchange,) = await it.recorded(1)
         assert (exchange.status, sampled(exchange)) == ("partial", [11, 12, 2])
-        (opened,) = it.service.sessions._sessions_by_key_hash.values()
-        opened.orphans[0].give_up()  # as it does itself after its grace
+        it.orphans()[0].give_up()  # as it does itself after its grace
         steps.go(1, 3)
         assert (await it.ask(stream=True)).body.endswith(DONE)
         first_one, second = await it.recorded(2)
@@ -200,8 +198,7 @@ async def test_a_retry_while_the_first_is_being_recorded(tmp_path: Path) -> None
             steps.go(0, 2)
             await comes_true(lambda: steps.ended == 1)
             again = asyncio.create_task(it.ask(stream=True))
-            (opened,) = it.service.sessions._sessions_by_key_hash.values()
-            await comes_true(lambda: not opened.orphans)
+            await comes_true(lambda: not it.orphans())
         assert (await again).body.endswith(DONE)
         await it.service.sessions.end(it.session_id)
         (exchange,) = await it.exchanges()
@@ -235,19 +232,20 @@ async def test_a_call_that_is_given_up_before_it_begins(tmp_path: Path) -> None:
         dialect = OpenAIChat()
         body = encode(CHAT.body)
         wire = dialect.split(body)
-        call = HarnessCall(opened, dialect, {}, {}, body, wire, dialect.decode_request(wire, {}))
+        call = HarnessCall(dialect, {}, {}, body, wire, dialect.decode_request(wire, {}))
         prompting = PromptRenderer(EngineSettings(), pools, store)
         journal = CallJournal(tmp_path / "calls.jsonl")
-        generation = Generation(
-            call, GenerationContext(pools, store, journal, GatewayMetrics(), PromptIdParser(), prompting, True, 0.1)
+        generations = GenerationRegistry(
+            GenerationContext(pools, store, journal, GatewayMetrics(), PromptIdParser(), prompting, True, 0.1)
         )
+        generation = generations.start(opened, call)
         generation.give_up()
         async with asyncio.timeout(120):
             await generation.wait_until_recorded()
             await generation.wait_for_events(0)
         assert generation.finished
         assert generation.error is not None
-        assert opened.running == set()
+        assert not generations._running
         assert journal.running == []
         journal.close()
         (exchange,) = await it.exchanges()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from polar.config import load
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.records.task import TaskRequest

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from polar.config import Settings
-from polar.data_plane import DataPlane
+from polar.gateway.data_plane import DataPlane
 from polar.harnesses import build_environment, load_harness
 from polar.harnesses.base import HarnessSetup, SetupRequest, write_setup
 from polar.harnesses.cache import find_installation

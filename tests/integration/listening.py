@@ -10,9 +10,9 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from polar.data_plane import DataPlane
 from polar.engines.scripted import Play, PlaySet, ScriptedServer
 from polar.engines.scripted.sampler import expected_logprobs
+from polar.gateway.data_plane import DataPlane
 from polar.records.exchange import Exchange
 from tests.integration.clients import Answer
 from tests.integration.stack import settings

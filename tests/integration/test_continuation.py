@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from polar.cli.verify import verify_sessions
-from polar.data_plane import DataPlane
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
 from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
+from polar.gateway.data_plane import DataPlane
 from polar.records.exchange import Exchange
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging

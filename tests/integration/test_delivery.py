@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -62,15 +63,17 @@ async def abandon(stack: Stack, response: aiohttp.ClientResponse) -> None:
 
 
 async def has_orphans(stack: Stack) -> None:
-    found = await orphans(stack)
-    await wait_until(lambda: bool(found))
+    async def are_there() -> bool:
+        return bool(await orphans(stack))
+
+    await wait_until(are_there)
 
 
-async def orphans(stack: Stack) -> list[Generation]:
-    """The session's own list."""
+async def orphans(stack: Stack) -> Sequence[Generation]:
+    """Those of the session."""
     session = await stack.service.sessions.find_by_key(stack.key)
     assert session is not None
-    return session.orphans
+    return stack.service.data_plane.gateway.generations.list_orphans(session)
 
 
 async def engine_log(stack: Stack, http: aiohttp.ClientSession) -> dict[str, int]:
@@ -93,8 +96,8 @@ async def test_a_harness_that_stays_away_leaves_a_partial_exchange(tmp_path: Pat
         await read_some(response, 5)
         await abandon(stack, response)
         (orphan,) = await orphans(stack)
-        had = len(orphan.capture.sampled)
-        await wait_until(lambda: len(orphan.capture.sampled) > had + 5)
+        had = len(orphan.record.sampled)
+        await wait_until(lambda: len(orphan.record.sampled) > had + 5)
         orphan.give_up()  # as it does itself after its grace
         (exchange,) = await recorded(stack, "partial")
         assert exchange.sampled_ids is not None

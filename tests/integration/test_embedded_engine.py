@@ -13,13 +13,13 @@ import pytest
 from openai import AsyncOpenAI
 
 from polar.config import EngineSettings
-from polar.data_plane import DataPlane
 from polar.engines.embedded.engine import EmbeddedEngine
 from polar.engines.embedded.engine_process import EngineProcess
 from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.embedded.server import EmbeddedServer
 from polar.engines.embedded.weights import WeightUpdate, save_update
 from polar.errors import ConfigError
+from polar.gateway.data_plane import DataPlane
 from polar.records.exchange import VersionSpan
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from polar.data_plane import DataPlane
 from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
+from polar.gateway.data_plane import DataPlane
 from polar.gateway.meter import Meter
 from polar.records.exchange import Exchange
 from tests.integration.stack import running, settings

@@ -16,8 +16,7 @@ from tests.integration.stack import settings, wait_until_settled
 def held_bytes(service: Service) -> int:
     """Bytes that are kept for the next calls of sessions."""
     plane = service.data_plane
-    prompts = plane.gateway.prompt_renderer.memory_bytes + plane.gateway._context.prompt_ids.memory_bytes
-    return prompts + plane.store.memory_bytes
+    return plane.gateway.memory_bytes + plane.store.memory_bytes
 
 
 class Harness:

@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 
 from polar.cli.verify import VerifyFindings, verify_sessions
-from polar.data_plane import DataPlane
 from polar.dialects.sse import EventParser
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
 from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
+from polar.gateway.data_plane import DataPlane
 from polar.records.exchange import Exchange
 from polar.records.trajectory import SessionPaths
 from polar.store.base import Store
@@ -299,9 +299,10 @@ class Harness:
 
     async def is_abandoned(self) -> None:
         """Waits until the gateway has noticed that nobody reads any more; while the grace lasts."""
-        session = await self.gateway.service.sessions.find_by_key(self.gateway.key)
+        plane = self.gateway.service
+        session = await plane.sessions.find_by_key(self.gateway.key)
         assert session is not None
-        await wait_until(lambda: bool(session.orphans))
+        await wait_until(lambda: bool(plane.gateway.generations.list_orphans(session)))
 
     async def exchanges(self, count: int) -> list[Exchange]:
         """Waits until so many are recorded, with the corrections that follow at once."""

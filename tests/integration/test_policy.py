@@ -11,6 +11,7 @@ import numpy as np
 
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
+from polar.gateway.replica_observer import ReplicaObserver
 from polar.records.exchange import VersionSpan
 from polar.service import Service
 from tests.conditions import wait_until
@@ -37,7 +38,7 @@ async def control(stack: Stack, http: aiohttp.ClientSession, path: str, body: di
 async def has_begun(stack: Stack) -> None:
     """Waits until tokens of a call have come."""
     running = stack.service.pool.replicas[0].running
-    await wait_until(lambda: any(getattr(call, "sampled", []) for call in running))
+    await wait_until(lambda: any(isinstance(call, ReplicaObserver) and call.record.sampled for call in running))
 
 
 async def pause_engine(stack: Stack, http: aiohttp.ClientSession) -> None:

@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import SettingsSource, load_settings
+from polar.client.closeable import AsyncCloseable, Closeable
 from polar.client.sync_client import BackgroundLoop
-from polar.closeable import AsyncCloseable, Closeable
 from polar.records.result import PauseMode
 from polar.weight_sync.updater import WeightUpdater
 

@@ -18,8 +18,8 @@ from msgspec import Struct, field
 from polar.bridges.export_item import to_export_item
 from polar.bridges.settings import BridgeSettings
 from polar.client.async_client import AsyncClient
+from polar.client.closeable import AsyncCloseable
 from polar.client.submission import load_tasks
-from polar.closeable import AsyncCloseable
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import SessionItem

@@ -25,8 +25,8 @@ from polar.cli.common import (
     settings_options,
 )
 from polar.config import Settings
-from polar.data_plane import DataPlane
 from polar.errors import ConfigError
+from polar.gateway.data_plane import DataPlane
 from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
 from polar.harnesses.base import SetupRequest, write_setup
 from polar.records.exchange import Exchange

@@ -13,9 +13,8 @@ import click
 
 from polar import config
 from polar.errors import ConfigError
-from polar.private_files import erase_variables
 from polar.telemetry import logs
-from polar.telemetry.redaction import collect_secrets
+from polar.telemetry.redaction import collect_secrets, erase_variables
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

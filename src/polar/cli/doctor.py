@@ -18,11 +18,11 @@ from polar.cli.common import json_option, load_settings, run_async, settings_opt
 from polar.config import Settings
 from polar.engines.pool import EnginePool
 from polar.engines.probe import Finding, probe_engine
+from polar.folders import make_private_folder
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
 from polar.harnesses.cache import cache_folder, find_damage, list_installations
 from polar.plugins import load, names
-from polar.private_files import make_private_folder
 from polar.runtimes.base import RuntimeBackend
 from polar.runtimes.trial import run_trial
 

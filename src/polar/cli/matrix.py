@@ -17,7 +17,7 @@ from polar.cli.run_progress import RunProgress, poll_load, show_progress
 from polar.cli.run_summary import with_file_width
 from polar.cli.run_tally import RunTally, format_count, format_counts
 from polar.config import Settings
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.matrix.matrix_run import MatrixRun, MatrixSettings, load_matrix_settings
 from polar.matrix.results import Cell, Matrix
 from polar.node.finished_session import FinishedSession

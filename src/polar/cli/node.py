@@ -19,7 +19,7 @@ from polar.cli.common import (
 )
 from polar.cli.up import ShutdownSignals
 from polar.config import Settings
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.node.node_service import serve_node
 from polar.telemetry.logs import LogFormat, LogLevel
 

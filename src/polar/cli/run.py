@@ -28,7 +28,7 @@ from polar.cli.run_tally import RunTally, format_count
 from polar.cli.tasks import SOURCES_KEY, task_options
 from polar.config import PriceSettings, Settings
 from polar.data.collection import Budget, Collection, lock_collection
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.node.task_plan import TaskPlan

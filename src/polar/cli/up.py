@@ -19,8 +19,8 @@ from polar.cli.common import (
     start_logging,
 )
 from polar.config import Settings
-from polar.data_plane import tune_process
 from polar.errors import ConfigError, PolarError
+from polar.gateway.process import tune_process
 from polar.telemetry.logs import LogFormat, LogLevel
 
 

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ValidationError
 from polar import validation_errors
 from polar.client import submission
 from polar.client.calls import BUSY, Calls, ClientError, Query, ServerEvent, quote_segment
+from polar.client.closeable import AsyncCloseable
 from polar.client.feed import RawResult, ResultOptions, Results
 from polar.client.submission import SubmitAnswer, TaskLike, TasksRefused, load_tasks
-from polar.closeable import AsyncCloseable
 from polar.config import DEFAULT_RUN
 from polar.records.result import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
 

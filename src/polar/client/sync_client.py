@@ -16,9 +16,9 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from polar.client.async_client import AsyncClient
 from polar.client.calls import ClientError, ServerEvent
+from polar.client.closeable import Closeable
 from polar.client.feed import RawResult, ResultOptions, Results
 from polar.client.submission import SubmitAnswer, TaskLike
-from polar.closeable import Closeable
 from polar.config import DEFAULT_RUN
 from polar.records.result import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
 

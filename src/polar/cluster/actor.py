@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from polar.cluster.driver_protocol import NodeSpec
 from polar.config import Settings
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.telemetry import logs
 from polar.telemetry.redaction import collect_secrets
 

@@ -17,9 +17,9 @@ from msgspec import Struct, field
 from polar.backoff import backoff_delays
 from polar.config import PriceSettings
 from polar.errors import ConfigError
+from polar.folders import make_private_folder
 from polar.node.finished_session import FinishedSession
 from polar.node.task_plan import TaskPlan
-from polar.private_files import make_private_folder
 from polar.records.session import PLATFORM_REASONS, Verdict
 from polar.rollout.samples import final_verdict, is_final, sample_key
 from polar.store.base import Store

@@ -22,13 +22,13 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from polar.errors import ConfigError
 from polar.evaluators import results, signed_run
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError, parse_config
+from polar.evaluators.patches import MAX_PATCH_BYTES, list_patch_paths, make_patch
 from polar.evaluators.project_tests import list_named_tests
 from polar.evaluators.results import BrokenResultsError, RunResults
 from polar.evaluators.signed_run import RunnerCommand, SignedRun
 from polar.evaluators.transfer import protected_files
 from polar.evaluators.transfer.links import escape_path
 from polar.evaluators.transfer.protected_files import ProtectedFiles, ProtectionConfig, WorkspaceDiff
-from polar.patches import MAX_PATCH_BYTES, list_patch_paths, make_patch
 from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import Runtime
 

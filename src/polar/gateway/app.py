@@ -2,12 +2,14 @@
 
     request -> key -> session -> route -> dialect.decode -> Generation -> dialect.encode -> response
 
-Whatever goes wrong, the harness gets its provider's own error shape; a bug of ours is logged and told as one.
+A reply is streamed while it is sampled, or sent whole at its end. The last byte goes out only after the exchange is
+durable, which is when a generation says that it is finished. Whatever goes wrong, the harness gets its provider's own
+error shape; a bug of ours is logged and reported as one.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +21,17 @@ from polar.dialects.raw_fields import replace_lone_surrogates
 from polar.engines.fleet import EngineFleet
 from polar.errors import ApiError, ConfigError, EngineError, StoreError
 from polar.gateway import auth
+from polar.gateway.call import HarnessCall
 from polar.gateway.call_journal import CallJournal
-from polar.gateway.capture import HarnessCall
-from polar.gateway.generation import Generation, GenerationContext
+from polar.gateway.generation import Generation, GenerationContext, GenerationRegistry
 from polar.gateway.http import create_server, format_url, read_body
-from polar.gateway.media import refuse_media_urls
 from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.prompt_id_parser import PromptIdParser
 from polar.gateway.prompt_renderer import PromptRenderer
-from polar.gateway.relay import send_reply, send_stream
 from polar.gateway.session_registry import OpenSession, SessionRegistry
 from polar.plugins import load, names
 from polar.store.base import Store
+from polar.types import Media, Request, Text, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,11 @@ _INLINE_DECODE_BYTES = 64 * 1024
 
 _MAX_INLINE_OBJECTS = 4096
 """JSON objects that take a thread to decode in a smaller body."""
+
+_WRITE_GAP_SECONDS = 0.05
+"""Seconds between two writes that are to arrive as two."""
+
+_SHOWN_URL_CHARACTERS = 100
 
 
 class RouteMatch(NamedTuple):
@@ -67,23 +73,26 @@ class Gateway:
         self._pools = pools
         self._sessions = sessions
         self.prompt_renderer = PromptRenderer(settings.engine, pools, store)
-        self._context = GenerationContext(
-            pools,
-            store,
-            journal,
-            metrics,
-            PromptIdParser(),
-            self.prompt_renderer,
-            settings.engine.logprobs,
-            settings.gateway.grace,
+        self._prompt_ids = PromptIdParser()
+        self.generations = GenerationRegistry(
+            GenerationContext(
+                pools,
+                store,
+                journal,
+                metrics,
+                self._prompt_ids,
+                self.prompt_renderer,
+                settings.engine.logprobs,
+                settings.gateway.grace,
+            )
         )
-        sessions.add_end_listener(self._forget)
+        sessions.add_end_listener(self._end_session)
         self._dialects: list[Dialect] = [load("dialects", name)() for name in names("dialects")]
         self._runner: web.ServerRunner | None = None
         self._stopping = False
 
     async def start(self) -> str:
-        """Listens; the address that harnesses are pointed at."""
+        """Listens, and returns the address that harnesses are pointed at."""
         await self.prompt_renderer.load_model(self._pools.default)  # before the first harness has to wait for it
         self._runner = web.ServerRunner(create_server(self.handle, self._encode_http_error), shutdown_timeout=2)
         await self._runner.setup()
@@ -96,12 +105,13 @@ class Gateway:
         return format_url(*self._runner.addresses[0][:2])
 
     async def stop(self) -> None:
-        """Cuts what runs, and records it. When the last harness is gone, so is all that was left to be corrected."""
+        """Gives up what runs, and records it. Once the connections are closed, so are the last generations that a
+        harness could have come back to."""
         self._stopping = True
-        await self._sessions.close()
+        await self.generations.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        await self._sessions.close()
+        await self.generations.close()
         await self.prompt_renderer.close()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -141,17 +151,23 @@ class Gateway:
         limit = self._settings.max_body or self.prompt_renderer.body_limit(self._pools.get_pool(session.run))
         call = await self._read_call(match, session, request, await read_body(request, limit))
         if match.operation == "count_tokens":
-            tokens = await self.prompt_renderer.count_tokens(call)
+            tokens = await self.prompt_renderer.count_tokens(session, call)
             if tokens is None:
                 pool = self._pools.get_pool(session.run)
                 tokens = await pool.count_tokens(call.request, session.group, session.replica)
             return _json_response(match.dialect.encode_count(tokens))
-        return await self._generate(request, call)
+        return await self._generate(request, session, call)
 
-    def _forget(self, session: OpenSession) -> None:
-        """A session has ended: its ids are in the store, and no prompt will begin with them."""
+    @property
+    def memory_bytes(self) -> int:
+        """Memory held for the next prompts of open sessions."""
+        return self.prompt_renderer.memory_bytes + self._prompt_ids.memory_bytes
+
+    async def _end_session(self, session: OpenSession) -> None:
+        """Ends a session's calls. Once they are recorded, no prompt will begin with what is kept of them."""
+        await self.generations.end_all(session)
         self.prompt_renderer.forget(session)
-        self._context.prompt_ids.forget(session.session_id)
+        self._prompt_ids.forget(session.session_id)
 
     def _guess_dialect(self, path: str, headers: Mapping[str, str]) -> Dialect:
         """The dialect that a client of this request most likely speaks, for errors before a route is found."""
@@ -215,13 +231,12 @@ class Gateway:
         wire = match.dialect.split(repaired_body)
         decoded = match.dialect.decode_request(wire, params)
         if self._refuses_media_urls:
-            refuse_media_urls(decoded)
+            _refuse_media_urls(decoded)
         self._sampling.apply(decoded.sampling)
         if session.sampling is not None:
             session.sampling.apply(decoded.sampling)
-        if decoded.model not in session.models:
-            session.models = (*session.models[-7:], decoded.model)
-        return HarnessCall(session, match.dialect, params, auth.collect_hints(request.headers), body, wire, decoded)
+        session.add_model(decoded.model)
+        return HarnessCall(match.dialect, params, auth.collect_hints(request.headers), body, wire, decoded)
 
     def _encode_models(self, match: RouteMatch, session: OpenSession) -> web.Response:
         replicas = self._pools.get_pool(session.run).replicas
@@ -229,22 +244,20 @@ class Gateway:
         listed = [*session.models, *sorted(served - set(session.models))]
         return _json_response(match.dialect.encode_models(listed, match.params.get("model")))
 
-    async def _generate(self, request: web.BaseRequest, call: HarnessCall) -> web.StreamResponse:
+    async def _generate(self, request: web.BaseRequest, session: OpenSession, call: HarnessCall) -> web.StreamResponse:
         if self._stopping:
             raise ApiError("overloaded", "Polar is being stopped.")
-        if call.session.ended:  # while the request was being read
+        if session.ended:  # while the request was being read
             raise _unknown_key_error()
-        generation = next((orphan for orphan in call.session.orphans if orphan.can_answer(call)), None)
-        if generation is not None:
-            generation.attach()
-        else:
+        generation = self.generations.attach_retry(session, call)
+        if generation is None:
             sampling = call.request.sampling
-            sampling.max_tokens = call.session.meter.begin_call(sampling.max_tokens)
-            generation = Generation(call, self._context)
+            sampling.max_tokens = session.meter.begin_call(sampling.max_tokens)
+            generation = self.generations.start(session, call)
         try:
             if call.request.stream:
-                return await send_stream(request, generation, self._settings.keep_alive)
-            return await send_reply(request, generation)
+                return await _send_stream(request, generation, self._settings.keep_alive)
+            return await _send_reply(request, generation)
         finally:
             generation.detach()
 
@@ -255,6 +268,151 @@ def _is_slow_to_decode(body: bytes) -> bool:
         return len(body) >= _THREADED_DECODE_BYTES
     # numpy counts eight times as fast as bytes.count, which would take 2 % of a long call.
     return int(np.count_nonzero(np.frombuffer(body, np.uint8) == ord("{"))) > _MAX_INLINE_OBJECTS
+
+
+def _refuse_media_urls(request: Request) -> None:
+    """Raises ApiError where a message names media by an address other than a `data:` URL.
+
+    The gateway fetches nothing. It would pass the address on, and the engine would fetch it: from inside the engine's
+    network, or from its disk (`file://`). Agents, and whoever writes what agents read, must not have that reach unless
+    the operator allows it (`[engine] image_urls = "pass"`)."""
+    for message in request.messages:
+        for part in message.parts:
+            if type(part) is Text:
+                continue
+            if isinstance(part, Media):
+                _refuse_remote_url(part)
+            elif isinstance(part, ToolResult):
+                for piece in part.parts:
+                    if isinstance(piece, Media):
+                        _refuse_remote_url(piece)
+
+
+def _refuse_remote_url(media: Media) -> None:
+    address = media.url
+    if address is None and media.data is not None and "://" in media.data[:64]:
+        address = media.data  # where clients may write either
+    if address is None or address[:5].lower() == "data:":
+        return
+    raise ApiError(
+        "invalid_request",
+        f"The {media.kind} {address[:_SHOWN_URL_CHARACTERS]!r} is refused: the engine would fetch it from its own "
+        "network. "
+        'Send the content as a data: URL, or set [engine] image_urls = "pass".',
+    )
+
+
+async def _send_reply(request: web.BaseRequest, generation: Generation) -> web.StreamResponse:
+    while not generation.finished:
+        await generation.wait_for_events(len(generation.events))
+    if generation.error is not None:
+        generation.mark_served()
+        raise generation.error
+    call = generation.call
+    body = call.dialect.encode_reply(call.request, generation.record.build_reply())
+    response = web.Response(body=body, content_type="application/json")
+    # Written here rather than on return, so that we know whether the harness was still there.
+    await response.prepare(request)
+    await response.write_eof()
+    generation.mark_served()
+    return response
+
+
+async def _send_stream(
+    request: web.BaseRequest, generation: Generation, keep_alive_seconds: float
+) -> web.StreamResponse:
+    """A harness is never left without a byte for `keep_alive_seconds`: not all that is sampled has text to show."""
+    keep_alive = _KeepAliveTimer(keep_alive_seconds, generation.wake)
+    try:
+        return await _relay_events(request, generation, keep_alive)
+    finally:
+        keep_alive.cancel()
+
+
+async def _relay_events(
+    request: web.BaseRequest, generation: Generation, keep_alive: "_KeepAliveTimer"
+) -> web.StreamResponse:
+    call, record = generation.call, generation.record
+    encoder = call.dialect.create_stream_encoder(call.request, record.exchange_id, record.created)
+    response: web.StreamResponse | None = None
+    sent_events = 0
+    while True:
+        await generation.wait_for_events(sent_events)
+        ready = generation.events[sent_events:]
+        pieces = []
+        last_shown_event = 0
+        for index, event in enumerate(ready, sent_events + 1):
+            if index == 1:
+                pieces.append(encoder.start(record.prompt_usage))
+            if piece := encoder.feed(event):
+                pieces.append(piece)
+                last_shown_event = index
+        sent_events += len(ready)
+        ended = generation.finished and sent_events == len(generation.events)
+        if response is None and ended and generation.error is not None and not pieces:
+            # Nothing has been said yet: the error can still have its own status.
+            generation.mark_served()
+            raise generation.error
+        if ended and generation.error is not None:
+            if pieces:
+                response = response or await _start_response(request, encoder.content_type)
+                await response.write(b"".join(pieces))
+            # Google's clients take an error for one only if it comes in a piece of its own.
+            await asyncio.sleep(_WRITE_GAP_SECONDS)
+            pieces = [encoder.error(generation.error)]
+        elif ended:
+            pieces.append(encoder.finish(record.build_reply()))
+        elif not pieces and keep_alive.is_due:
+            pieces.append(encoder.keep_alive())
+        if pieces:
+            if response is None:
+                response = await _start_response(request, encoder.content_type)
+            await response.write(b"".join(pieces))
+            keep_alive.reset()
+        if last_shown_event:
+            generation.mark_delivered(last_shown_event)
+        if ended:
+            break
+    assert response is not None
+    await response.write_eof()
+    generation.mark_served()
+    return response
+
+
+class _KeepAliveTimer:
+    """How long nothing has been written. One timer for a stream, not one for each token: it comes when the time may be
+    up, looks, and wakes whoever should say something."""
+
+    def __init__(self, keep_alive_seconds: float, wake: Callable[[], None]) -> None:
+        self._keep_alive_seconds = keep_alive_seconds
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + keep_alive_seconds
+        self._timer = self._loop.call_at(self._due, self._check)
+
+    @property
+    def is_due(self) -> bool:
+        return self._loop.time() >= self._due
+
+    def reset(self) -> None:
+        self._due = self._loop.time() + self._keep_alive_seconds
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        if self.is_due:
+            self._wake()
+            self._timer = self._loop.call_later(self._keep_alive_seconds, self._check)
+        else:
+            self._timer = self._loop.call_at(self._due, self._check)
+
+
+async def _start_response(request: web.BaseRequest, content_type: str) -> web.StreamResponse:
+    headers = {"Content-Type": content_type, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    return response
 
 
 def _unknown_key_error() -> ApiError:

@@ -5,26 +5,36 @@ loses nothing. Events are kept until the end: whoever reads gets them from the f
 
     engine --chunks--> Generation --events--> reader (the harness's connection; at most one at a time)
                            |
+                           +--> TokenRecord (what was sampled), ReplicaObserver (versions), CallTimer (the clock)
+                           |
                            +-- at the end, before the reader is told so --> store (durable)
 
-Invariant: a reader sees `finished` only after the exchange is durable.
+A GenerationRegistry starts a gateway's generations and knows them until they are recorded and nobody can come back to
+them. Invariant: a reader sees `finished` only after the exchange is durable.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Sequence
 
 from msgspec import Struct
 
+from polar import ids
 from polar.engines.base import Chunk, TokenPrompt
 from polar.engines.fleet import EngineFleet
+from polar.engines.replica import Replica
 from polar.errors import ApiError, EngineError, StoreError
+from polar.gateway.call import HarnessCall, PreparedPrompt
 from polar.gateway.call_journal import CallJournal
-from polar.gateway.capture import Capture, HarnessCall, PreparedPrompt
+from polar.gateway.meter import CallTimer
 from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.prompt_id_parser import PromptIdParser
 from polar.gateway.prompt_renderer import PromptRenderer, parse_chunks
-from polar.records.exchange import ExchangeStatus
+from polar.gateway.replica_observer import ReplicaObserver
+from polar.gateway.session_registry import OpenSession
+from polar.gateway.token_record import TokenRecord
+from polar.records.exchange import ExchangeStatus, StartedCall
 from polar.rendering.families import ReplyParser
 from polar.store.base import Store
 from polar.telemetry import tracing
@@ -35,6 +45,9 @@ log = logging.getLogger(__name__)
 
 MAX_RECORDED_REFUSAL_BYTES = 1024 * 1024
 """Of a request that does not fit the model's context, up to which it is recorded all the same."""
+
+_SLOW_START_SECONDS = 5.0
+"""Seconds after which an engine should have begun."""
 
 _START_EVENTS = (TextDelta(""),)
 """Says nothing but that the engine has begun."""
@@ -53,15 +66,105 @@ class GenerationContext(Struct, frozen=True):
     grace_seconds: float  # seconds that a generation goes on after its harness went away
 
 
+class GenerationRegistry:
+    """A gateway's generations, by session: those that run, and orphans, whose harness went away a moment ago."""
+
+    def __init__(self, context: GenerationContext) -> None:
+        self._context = context
+        self._running: dict[str, set[Generation]] = {}
+        self._orphans: dict[str, list[Generation]] = {}
+
+    def start(self, session: OpenSession, call: HarnessCall) -> "Generation":
+        generation = Generation(session, call, self._context, self)
+        self._running.setdefault(session.session_id, set()).add(generation)
+        return generation
+
+    def attach_retry(self, session: OpenSession, call: HarnessCall) -> "Generation | None":
+        """An orphan that this call asks for once more, with a reader again; None where there is none."""
+        for orphan in self._orphans.get(session.session_id, ()):
+            if orphan.can_answer(call):
+                orphan.attach()
+                return orphan
+        return None
+
+    async def end_continued(self, session: OpenSession, call: HarnessCall) -> None:
+        """Ends orphans whose turn this call goes on from: that turn is over now."""
+        for orphan in tuple(self._orphans.get(session.session_id, ())):
+            if orphan.record.exchange_id.encode() in call.body:
+                orphan.give_up()
+                await orphan.wait_until_recorded()
+
+    async def end_all(self, session: OpenSession) -> None:
+        """Gives up what still runs of a session, and waits until it is recorded."""
+        await _give_up([*self._running.get(session.session_id, ()), *self.list_orphans(session)])
+
+    async def close(self) -> None:
+        """Gives up whatever runs."""
+        groups = *self._running.values(), *self._orphans.values()
+        await _give_up([generation for group in groups for generation in group])
+
+    def list_orphans(self, session: OpenSession) -> "Sequence[Generation]":
+        return list(self._orphans.get(session.session_id, ()))
+
+    # Called by generations
+
+    def remove_running(self, generation: "Generation") -> None:
+        """It is recorded, or failed to be."""
+        session_id = generation.session.session_id
+        running = self._running[session_id]
+        running.discard(generation)
+        if not running:
+            del self._running[session_id]
+
+    def add_orphan(self, generation: "Generation") -> None:
+        self._orphans.setdefault(generation.session.session_id, []).append(generation)
+
+    def remove_orphan(self, generation: "Generation") -> None:
+        """Does nothing where it is none."""
+        session_id = generation.session.session_id
+        orphans = self._orphans.get(session_id, [])
+        if generation in orphans:
+            orphans.remove(generation)
+            if not orphans:
+                del self._orphans[session_id]
+
+
+async def _give_up(generations: "Sequence[Generation]") -> None:
+    for generation in generations:
+        generation.give_up()
+    for generation in generations:
+        await generation.wait_until_recorded()
+
+
 class Generation:
-    def __init__(self, call: HarnessCall, context: GenerationContext) -> None:
+    """Made by GenerationRegistry.start."""
+
+    def __init__(
+        self, session: OpenSession, call: HarnessCall, context: GenerationContext, registry: GenerationRegistry
+    ) -> None:
+        self.session = session
         self.call = call
-        self.capture = Capture(call, call.session.take_seq())
         self.events: list[ReplyEvent] = []
         self.finished = False
         self.error: ApiError | None = None
         self._context = context
-        self._pool = context.pools.get_pool(call.session.run)
+        self._registry = registry
+        self._pool = context.pools.get_pool(session.run)
+        self._started_at = time.time()
+        self._first_token_at: float | None = None
+        started = StartedCall(
+            exchange_id=ids.new_exchange_id(),
+            session_id=session.session_id,
+            seq=session.take_seq(),
+            dialect=call.dialect.name,
+            list_name=call.raw_request.list_name,
+            model=call.request.model,
+            started_at=self._started_at,
+            request_bytes=len(call.body),
+        )
+        self.record = TokenRecord(call, started)
+        self._timer = CallTimer(session.meter.clock)
+        self._observer = ReplicaObserver(self.record, self._timer)
         self._tokens_at_event: list[int] = []  # for each event, the tokens sampled up to and with its chunk
         self._delivered_tokens = 0
         self._is_sampling = False
@@ -74,15 +177,14 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._give_up_timer: asyncio.TimerHandle | None = None
         self._amend_task: asyncio.Task[None] | None = None
-        call.session.running.add(self)
         context.metrics.running_calls.inc()
-        context.journal.start(self.capture.started_call)
+        context.journal.start(started)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     # The reader's side
 
     async def wait_for_events(self, seen: int) -> None:
-        """Waits until there are more than `have` events, or the end, or somebody calls `wake`."""
+        """Waits until there are more than `seen` events, or the end, or somebody calls `wake`."""
         if len(self.events) == seen and not self.finished:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -112,14 +214,14 @@ class Generation:
         if self._give_up_timer is not None:
             self._give_up_timer.cancel()
             self._give_up_timer = None
-        self.call.session.orphans.remove(self)
+        self._registry.remove_orphan(self)
 
     def detach(self) -> None:
         """The reader leaves: served, or because the harness went away. Then the generation goes on for a moment, so
         that a retry can attach to it, and is given up after that."""
         self._has_reader = False
         if not self._is_served:
-            self.call.session.orphans.append(self)
+            self._registry.add_orphan(self)
             self._give_up_timer = asyncio.get_running_loop().call_later(self._context.grace_seconds, self.give_up)
         else:
             self._correct_delivery()  # it may have been recorded while nobody was reading
@@ -129,8 +231,7 @@ class Generation:
         if self._give_up_timer is not None:
             self._give_up_timer.cancel()
             self._give_up_timer = None
-        if self in self.call.session.orphans:
-            self.call.session.orphans.remove(self)
+        self._registry.remove_orphan(self)
         self._given_up = True
         if self._is_sampling:
             self._task.cancel()  # one that has not begun finds out by itself; cancelled before, it would never end
@@ -146,26 +247,29 @@ class Generation:
     # The engine's side
 
     async def _run(self) -> None:
-        capture = self.capture
+        record, session = self.record, self.session
         status: ExchangeStatus = "complete"
         chunks: AsyncGenerator[Chunk, None] | None = None
         self._is_sampling = True
-        session = self.call.session
-        bind(session_id=session.session_id, run=session.run, exchange_id=capture.exchange_id)
+        bind(session_id=session.session_id, run=session.run, exchange_id=record.exchange_id)
         if session.group != session.session_id:
             bind(task_id=session.group)
         try:
             if self._given_up:
                 raise asyncio.CancelledError
-            capture.start_waiting(paused=self._pool.gate.paused)
+            self._timer.start_waiting(paused=self._pool.gate.paused)
             chunks = await self._generate_chunks()
             async for chunk in chunks:
                 if not self.events:
-                    capture.mark_begun()
-                capture.add_chunk(chunk)
+                    self._observer.mark_begun()
+                if chunk.ids:
+                    if not record.sampled:
+                        self._first_token_at = time.time()
+                    session.meter.add_tokens(len(chunk.ids))
+                record.add_chunk(chunk)
                 for event in chunk.events or (() if self.events else _START_EVENTS):
                     self.events.append(event)
-                    self._tokens_at_event.append(len(capture.sampled))
+                    self._tokens_at_event.append(len(record.sampled))
                 self.wake()
         except ApiError as error:  # the template refuses the request
             self.error = error
@@ -174,24 +278,24 @@ class Generation:
         except asyncio.CancelledError:
             self.error = ApiError("timeout", "The call was given up, because nobody waited for its reply any more.")
         except Exception:
-            log.exception("exchange %s failed while it was sampled", capture.exchange_id)
+            log.exception("exchange %s failed while it was sampled", record.exchange_id)
             self.error = _internal_error()
         finally:
-            capture.finish(self.error, given_up=self._given_up)
+            self._stop_metering()
             self._is_sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
             if chunks is not None:
                 await chunks.aclose()
         if self._parser is not None:
-            capture.malformed = self._parser.malformed
+            record.malformed = self._parser.malformed
         if self.error is not None:
-            status = "partial" if capture.sampled else "failed"
+            status = "partial" if record.sampled else "failed"
         elif not self._has_reader:
             status = "partial"  # nobody has it yet; amended if somebody still comes
-        meter = self.call.session.meter
+        meter = session.meter
         try:
             if self._is_oversized_refusal():
                 meter.has_unrecorded_long_call = True
-                self._context.journal.drop(self.capture.exchange_id)
+                self._context.journal.drop(record.exchange_id)
             else:
                 await self._record(status)
             meter.recording_error = None
@@ -200,11 +304,11 @@ class Generation:
             self.error = ApiError("overloaded", f"The reply could not be recorded: {error}")
             meter.recording_error = str(self.error)
         except Exception:
-            log.exception("exchange %s could not be recorded", capture.exchange_id)
+            log.exception("exchange %s could not be recorded", record.exchange_id)
             self.error = _internal_error()
             meter.recording_error = str(self.error)
         finally:
-            self.call.session.running.discard(self)
+            self._registry.remove_running(self)
             self._context.metrics.running_calls.dec()
             self.finished = True
             self.wake()
@@ -213,13 +317,14 @@ class Generation:
 
     async def _generate_chunks(self) -> AsyncGenerator[Chunk, None]:
         """What is sampled for this call, on ids of our own wherever they can be had."""
-        call, capture = self.call, self.capture
+        session, call = self.session, self.call
         await self._pool.wait_until_routable()
-        model, rendered = await self._context.prompt_renderer.render(call)
+        await self._registry.end_continued(session, call)
+        model, rendered = await self._context.prompt_renderer.render(session, call)
         if model is None or rendered is None:
             return self._sample(call.request, None)
         self._rendered = rendered
-        capture.set_prompt(rendered)
+        self.record.set_prompt(rendered)
         self._parser = model.make_parser(rendered.request, rendered.text_tail)
         return parse_chunks(self._sample(rendered.request, rendered.prompt), self._parser, call.request)
 
@@ -228,31 +333,56 @@ class Generation:
             request,
             stream=request.stream,
             prompt=prompt,
-            group=self.call.session.group,
-            preferred=self.call.session.replica,
-            call=self.capture,
-            on_chosen=self.capture.assign_replica,
+            group=self.session.group,
+            preferred=self.session.replica,
+            call=self._observer,
+            on_chosen=self._assign_replica,
         )
+
+    def _assign_replica(self, replica: Replica) -> None:
+        self.session.replica = replica
+        self._observer.assign(replica)
+        if not self.call.request.stream:
+            self._observer.mark_begun()  # its first chunk will be its last
+
+    def _stop_metering(self) -> None:
+        """Sampling has ended. A call that is given up and has not begun for long has waited for the engine: its failure
+        is the platform's. One that is given up otherwise is not."""
+        self._timer.stop()
+        meter = self.session.meter
+        meter.add_tokens(self.record.unlisted_tokens)
+        late = time.time() - self._started_at > _SLOW_START_SECONDS and not self._timer.has_begun
+        if self.error is not None and (late or not self._given_up):
+            meter.record_failure(self.record.exchange_id, self.error)
 
     def _is_oversized_refusal(self) -> bool:
         """A request that did not fit the context and is long enough for its recording to keep others waiting."""
-        too_long = self.error is not None and self.error.kind == "context_length" and not self.capture.sampled
+        too_long = self.error is not None and self.error.kind == "context_length" and not self.record.sampled
         return too_long and len(self.call.body) > MAX_RECORDED_REFUSAL_BYTES
 
     async def _record(self, status: ExchangeStatus) -> None:
-        delivered = len(self.capture.sampled) if status == "complete" else self._delivered_tokens
-        error = str(self.error) if self.error else None
-        self.capture.parse_prompt_ids(self._context.prompt_ids)
-        exchange = self.capture.build_exchange(status, delivered, error, wants_logprobs=self._context.wants_logprobs)
-        await self._context.store.append(exchange)
-        self._context.journal.mark_recorded(exchange.exchange_id)
+        record, context, session = self.record, self._context, self.session
+        replica = self._observer.replica
+        delivered = len(record.sampled) if status == "complete" else self._delivered_tokens
+        record.parse_prompt_ids(context.prompt_ids)
+        exchange = record.build_exchange(
+            status,
+            delivered,
+            str(self.error) if self.error else None,
+            engine=replica.engine if replica else None,
+            versions=self._observer.version_spans(),
+            first_token_at=self._first_token_at,
+            ended_at=time.time(),
+            wants_logprobs=context.wants_logprobs,
+        )
+        await context.store.append(exchange)
+        context.journal.mark_recorded(exchange.exchange_id)
         self._recorded_delivery = status, delivered
-        self._context.prompt_renderer.add_exchange(self.call.session, exchange, self._rendered)
-        self._context.metrics.record_exchange(exchange)
+        context.prompt_renderer.add_exchange(session, exchange, self._rendered)
+        context.metrics.record_exchange(exchange)
         used = exchange.usage
-        self.call.session.meter.usage_totals.add(used, answered=status == "complete")
+        session.meter.usage_totals.add(used, answered=status == "complete")
         log.debug("exchange %s is %s: %d + %d tokens", exchange.exchange_id, status, used.prompt, used.completion)
-        replica = self.call.session.replica
         tracing.current().record_call(
             exchange,
             self.call.request,
@@ -268,17 +398,17 @@ class Generation:
         if self.error is None:
             status = "complete" if self._is_served else "partial"
         if status == "complete":
-            delivered = len(self.capture.sampled)
+            delivered = len(self.record.sampled)
         if (status, delivered) != self._recorded_delivery:
             self._recorded_delivery = status, delivered
-            self._context.prompt_renderer.set_delivered(self.call.session, self.capture.exchange_id, delivered)
+            self._context.prompt_renderer.set_delivered(self.session, self.record.exchange_id, delivered)
             self._amend_task = asyncio.get_running_loop().create_task(self._amend(status, delivered))
 
     async def _amend(self, status: ExchangeStatus, delivered: int) -> None:
         try:
-            await self._context.store.amend(self.capture.exchange_id, status=status, delivered=delivered)
+            await self._context.store.amend(self.record.exchange_id, status=status, delivered=delivered)
         except StoreError as error:
-            log.error("exchange %s stays recorded as delivered otherwise: %s", self.capture.exchange_id, error)
+            log.error("exchange %s stays recorded as delivered otherwise: %s", self.record.exchange_id, error)
 
 
 def _internal_error() -> ApiError:

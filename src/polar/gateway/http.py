@@ -1,15 +1,29 @@
-"""HTTP's own side of the data plane: the server, and a request's body, bounded before and after it is unpacked."""
+"""HTTP's own side of the data plane: the server, its connections, and a request's body.
+
+    bytes -> RequestParser -> aiohttp's RequestHandler -> handler -> read_body (bounded before and after unpacking)
+                  |                    |
+        repeated harmless      errors before dispatch, in the
+        headers are merged     provider's error shape
+
+aiohttp refuses a request that repeats one of ten singleton headers (RFC 9110). Some clients repeat `User-Agent`, and
+providers accept that. `Host`, `Content-Length` and `Transfer-Encoding` decide where a request goes and where it ends:
+those must stay unique, or a proxy in front and this server could disagree about them.
+"""
 
 import asyncio
 import ipaddress
 import logging
+import re
 import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, InvalidHeader, LineTooLong
+from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
+from aiohttp.streams import StreamReader
 
 from polar.errors import ApiError
-from polar.gateway.connection import ErrorEncoder, Handler, HttpServer
 
 IDLE_TIMEOUT_SECONDS = 60.0
 """Seconds without a byte after which a request body is given up; and seconds in which a request's headers have to come,
@@ -17,6 +31,29 @@ counted from the connection's beginning or the request before."""
 
 MIN_UPLOAD_BYTES_PER_SECOND = 1024
 """Bytes a second that a body has to come with, after the first minute."""
+
+MAX_HEADER_BYTES = 64 * 1024
+"""Bytes of one header; harnesses put JSON into theirs."""
+
+MAX_HEADERS = 128
+READ_BUFFER_BYTES = 64 * 1024
+
+_MERGED_HEADERS = frozenset(
+    {b"user-agent", b"content-type", b"content-location", b"content-range", b"etag", b"max-forwards", b"server"}
+)
+"""Headers that aiohttp takes once and whose repetition is harmless: nothing here depends on them."""
+
+_DUPLICATE_HEADER = re.compile(r"Duplicate '([\w-]+)' header found")
+_MAX_MERGES = 8
+"""Attempts at one request's head. Each parses the head again, and a client could send it line by line."""
+
+_HEAD_END = b"\r\n\r\n"
+_REQUEST_LINE = re.compile(rb"\s*[^\s]{1,32} (/[^\s?#]*)")
+
+ParserResult = tuple[Sequence[tuple[RawRequestMessage, StreamReader]], bool, bytes]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+ErrorEncoder = Callable[[str, ApiError], web.Response]
+"""Encodes an error for a client that asked for this path."""
 
 
 class _RequestBytesFilter(logging.Filter):
@@ -60,7 +97,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
-    """All of it; refused as soon as it turns out to be larger than `limit`."""
+    """All of it; refused as soon as it turns out to be larger than `max_bytes`."""
     if (request.content_length or 0) > max_bytes:
         raise _too_large_error(max_bytes)
     if request.headers.get("Expect", "").lower() == "100-continue":
@@ -110,3 +147,195 @@ def _too_large_error(max_bytes: int) -> ApiError:
     return ApiError(
         "too_large", f"The request body is larger than {max_bytes} bytes, the limit here ([gateway] max_body)."
     )
+
+
+class HttpServer(web.Server):
+    """Creates a `Connection` for each client. A handler is cancelled when its client goes away."""
+
+    def __init__(self, handler: Handler, encode_error: ErrorEncoder, **options: Any) -> None:
+        super().__init__(handler, handler_cancellation=True)
+        self._encode_error = encode_error
+        self._connection_options = options
+
+    def __call__(self) -> "HttpConnection":
+        return HttpConnection(self, self._encode_error, loop=asyncio.get_running_loop(), **self._connection_options)
+
+
+class HttpConnection(web.RequestHandler):
+    """Answers errors of HTTP itself in the shape of the provider whose path was asked for."""
+
+    def __init__(self, server: HttpServer, encode_error: ErrorEncoder, **options: Any) -> None:
+        super().__init__(
+            server,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            read_bufsize=READ_BUFFER_BYTES,
+            auto_decompress=False,
+            **options,
+        )
+        self._encode_error = encode_error
+        # aiohttp has no public way to choose the parser, and its C parser has no setting for repeated headers.
+        self._parser: Any = RequestParser(self, self._loop)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # logs, and raises if an answer has begun
+        path = request.path
+        if isinstance(exc, BadHttpMessage) and isinstance(self._parser, RequestParser):
+            path = self._parser.failed_path
+        response = self._encode_error(path, _to_api_error(status, exc))
+        response.force_close()
+        return response
+
+
+class RequestParser:
+    """aiohttp's request parser. Merges repeated harmless headers, and reports a broken body to whoever reads it.
+
+    The bytes of a head are kept until the head is complete. When the parser refuses a repeated header, a new parser
+    gets the same head with that header merged, and stays strict about everything else. This needs all bytes of the
+    head from its first: where pipelined requests hide that, repeated headers are refused."""
+
+    def __init__(self, connection: HttpConnection, loop: asyncio.AbstractEventLoop) -> None:
+        self._connection = connection
+        self._loop = loop
+        self._parser = self._create_parser()
+        self._head: list[bytes] = []
+        self._is_head_aligned = True  # `_head` begins with a request's first byte
+        self._merges = 0
+        self._payload: StreamReader | None = None
+        self._body_bytes_left: int | None = 0  # bytes of the body that are still to come; None where it is chunked
+        self.failed_path = "/"
+        """The path of the last request that could not be parsed, as far as it could be read."""
+
+    def feed_data(self, data: bytes) -> ParserResult:
+        payload = self._payload
+        in_body = payload is not None and not payload.is_eof()
+        if data and not in_body:
+            self._head.append(data)
+        try:
+            parsed: ParserResult = self._parser.feed_data(data)
+        except BadHttpMessage as error:
+            if in_body and payload is not None and not payload.is_eof():
+                return self._fail_body(payload, error)
+            parsed = self._merge_and_parse(error)
+        if parsed[0]:
+            self._start_body(parsed, aligned=self._is_head_aligned and not in_body)
+        elif in_body:
+            self._count_body_bytes(data, len(data))
+        return parsed
+
+    def message_consumed(self) -> None:
+        self._parser.message_consumed()
+
+    def pause_reading(self) -> None:
+        self._parser.pause_reading()
+
+    def set_upgraded(self, upgraded: bool) -> None:
+        self._parser.set_upgraded(upgraded)
+
+    def _create_parser(self) -> Any:
+        return HttpRequestParser(
+            self._connection,
+            self._loop,
+            READ_BUFFER_BYTES,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            payload_exception=web.RequestPayloadError,
+            auto_decompress=False,
+        )
+
+    def _start_body(self, parsed: ParserResult, *, aligned: bool) -> None:
+        messages, upgraded, _ = parsed
+        message, self._payload = messages[-1]
+        self._is_head_aligned = aligned and len(messages) == 1 and not upgraded
+        if self._is_head_aligned:
+            received = b"".join(self._head)
+            self._body_bytes_left = None if message.chunked else int(message.headers.get("Content-Length", 0))
+            self._count_body_bytes(received, len(received) - received.find(_HEAD_END) - len(_HEAD_END))
+        self._head.clear()
+        self._merges = 0
+
+    def _count_body_bytes(self, data: bytes, size: int) -> None:
+        """Notes that `data`, whose last `size` bytes are of the body, was parsed."""
+        if self._body_bytes_left is not None:
+            self._body_bytes_left -= size
+            self._is_head_aligned &= self._body_bytes_left >= 0
+        elif self._payload is not None and self._payload.is_eof():
+            # The start of another head could follow, but would not end so: it would be complete, and another message.
+            self._is_head_aligned &= data.endswith(_HEAD_END)
+
+    def _fail_body(self, payload: StreamReader, error: BadHttpMessage) -> ParserResult:
+        """Whoever reads the body answers the request. Nothing can follow on this connection."""
+        payload.set_exception(web.RequestPayloadError(_summarize(error)))
+        payload.feed_eof()
+        self._connection.close()
+        return (), False, b""
+
+    def _merge_and_parse(self, error: BadHttpMessage) -> ParserResult:
+        head = b"".join(self._head)
+        while True:
+            found = _DUPLICATE_HEADER.match(error.message)
+            merged = None
+            if found is not None and self._is_head_aligned and self._merges < _MAX_MERGES:
+                merged = _merge_header(head, found[1].lower().encode())
+            if merged is None:
+                line = _REQUEST_LINE.match(head)
+                self.failed_path = line[1].decode("utf-8", "replace") if line else "/"
+                self._head.clear()
+                raise error
+            self._merges += 1
+            self._head = [head := merged]
+            self._parser = self._create_parser()
+            try:
+                parsed: ParserResult = self._parser.feed_data(head)
+            except BadHttpMessage as again:
+                error = again
+            else:
+                return parsed
+
+
+def _merge_header(data: bytes, name: bytes) -> bytes | None:
+    """`data` with all complete header lines of this name merged into the first; None where that is not allowed. Never
+    touches what follows the first head."""
+    if name not in _MERGED_HEADERS:
+        return None
+    head, end, rest = data.partition(_HEAD_END)
+    lines = head.split(b"\r\n")
+    if len(lines) > MAX_HEADERS + 1:
+        return None
+    unfinished = [] if end else [lines.pop()]
+    prefix = name + b":"
+    repeated = [number for number, line in enumerate(lines) if line[: len(prefix)].lower() == prefix]
+    if len(repeated) < 2:
+        return None
+    values = [lines[number][len(prefix) :].strip() for number in repeated]
+    lines[repeated[0]] = lines[repeated[0]][: len(prefix)] + b" " + b", ".join(values)
+    for number in reversed(repeated[1:]):
+        del lines[number]
+    return b"\r\n".join([*lines, *unfinished]) + end + rest
+
+
+def _to_api_error(status: int, error: BaseException | None) -> ApiError:
+    if status >= 500:
+        return ApiError("internal", "Polar's gateway failed on this request; its log says why.")
+    reason = _summarize(error) if isinstance(error, BadHttpMessage) else "unknown reason"
+    return ApiError("invalid_request", f"The request is not valid HTTP: {reason}.")
+
+
+def _summarize(error: BadHttpMessage) -> str:
+    """What is wrong, without the bytes themselves: a key may be among them."""
+    if isinstance(error, LineTooLong):
+        return f"the request line or a header has more than {MAX_HEADER_BYTES} bytes"
+    if isinstance(error, InvalidHeader):
+        return "a header contains characters that are not allowed"
+    first_line, _, rest = error.message.partition("\n")
+    if first_line == "Bad status line:":
+        first_line = rest.strip().partition("\n")[0]
+    return first_line.strip(" :.") or type(error).__name__

@@ -1,9 +1,11 @@
-"""What a session has used of what it may: turns, sampled tokens, seconds.
+"""What a session has used of its limits: turns, sampled tokens, seconds.
 
-Its clock counts what the harness and the engine do for it. It stands still while its calls can't get on through no
-fault of the session: they wait while generation is paused, or for a busy engine to begin, or are frozen midway.
-As long as one of them is being sampled, it runs; and a wait counts as one only after a moment, so that nobody can stop
-the clock by asking over and over.
+    Meter (a session) --owns--> Clock <--hold, mark_busy, release-- CallTimer (a call)
+
+The clock counts what the harness and the engine do for a session. It stands still while the session's calls can't get
+on through no fault of its own: they wait while generation is paused, or for a busy engine to begin, or are frozen
+midway. As long as one of them is being sampled, the clock runs; and a wait counts as one only after a moment, so that
+nobody can stop the clock by asking over and over.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ from polar.types import UsageTotals
 
 UsedUpLimit = Literal["timeout", "length"]
 _MIN_POLL_SECONDS = 0.02  # seconds between two looks at a clock that may stand still
+_COUNTED_WAIT_SECONDS = 1.0  # seconds that a call may wait for the engine as part of its session's time
 
 
 class Clock:
@@ -31,6 +34,10 @@ class Clock:
     def start(self) -> None:
         self._started = True
         self._update()
+
+    @property
+    def is_running(self) -> bool:
+        return self._since is not None
 
     def elapsed(self) -> float:
         running = 0.0 if self._since is None else time.monotonic() - self._since
@@ -61,9 +68,46 @@ class Clock:
             self._since = None
 
 
+class CallTimer:
+    """One call's part in its session's clock. A call waits (and holds the clock after a moment) until its engine has
+    begun with it; then it is busy, except while it is frozen."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.has_begun = False
+        self._clock = clock
+        self._hold_timer: asyncio.TimerHandle | None = None
+
+    def start_waiting(self, *, paused: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self._hold_timer = loop.call_later(0 if paused else _COUNTED_WAIT_SECONDS, self._clock.hold, self)
+
+    def mark_begun(self, *, frozen: bool) -> None:
+        self.has_begun = True
+        self._cancel_hold_timer()
+        if not frozen:
+            self._clock.mark_busy(self)
+
+    def freeze(self) -> None:
+        self._clock.hold(self)
+
+    def thaw(self) -> None:
+        if self.has_begun:
+            self._clock.mark_busy(self)  # one that has not begun goes on waiting
+
+    def stop(self) -> None:
+        """The call has ended."""
+        self._cancel_hold_timer()
+        self._clock.release(self)
+
+    def _cancel_hold_timer(self) -> None:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
+
+
 _PLATFORM_ERROR_KINDS = frozenset({"engine", "overloaded", "timeout", "internal", "rate_limit"})
-"""Kinds of errors that neither the harness nor the model is to blame for. (A session that has used up what it may is
-told of a rate limit too, but that call never begins.)"""
+"""Kinds of errors that neither the harness nor the model is to blame for. (A session that
+has used up its limits gets a rate-limit error too, but that call never begins.)"""
 
 
 class Meter:
@@ -82,8 +126,8 @@ class Meter:
         self._limit_reached = asyncio.Event()
 
     def begin_call(self, requested_tokens: int | None) -> int | None:
-        """A call begins: the most tokens it may sample, given what it asked for. Raises ApiError where the session has
-        no turn or no token left."""
+        """Counts a turn, and returns the most tokens that the call may sample, given what it asked for. Raises ApiError
+        where the session has no turn or no token left."""
         if self._max_turns is not None and self.turns >= self._max_turns:
             self._limit_reached.set()
             raise ApiError("rate_limit", f"The session has used up its turns ({self._max_turns}).")

@@ -7,8 +7,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from polar.engines.pool import EnginePool
 from polar.records.exchange import Exchange
-from polar.telemetry.gauges import GaugeCollector, make_gauge
-from polar.telemetry.labels import MAX_RUN_LABELS, LabelCap, strip_password
+from polar.telemetry.metrics import MAX_RUN_LABELS, GaugeCollector, LabelCap, make_gauge, strip_password
 
 
 class GatewayMetrics:

@@ -24,9 +24,8 @@ from polar.engines.fleet import EngineFleet
 from polar.engines.pool import EnginePool
 from polar.engines.tools import CallTranslator, flatten_parts, flatten_request
 from polar.errors import ApiError
-from polar.gateway.capture import HarnessCall, PreparedPrompt
+from polar.gateway.call import HarnessCall, PreparedPrompt
 from polar.gateway.session_registry import OpenSession
-from polar.gateway.stop_strings import StopStringFilter
 from polar.records.exchange import Continuation, Exchange, TokenIds
 from polar.rendering.continuation import RecordedPrefix, RecordedTurn, TurnHistory
 from polar.rendering.encoder import SPELLING_BREAK, NewTextLimitExceeded, new_text_limit
@@ -39,7 +38,7 @@ from polar.rendering.worker import WorkerSetup
 from polar.rendering.worker_pool import RenderTimeout, WorkerDied, WorkerPool
 from polar.store.base import Store
 from polar.store.sized_cache import SizedCache
-from polar.types import ReasoningDelta, ReplyEvent, Request, Text, ToolResult
+from polar.types import ReasoningDelta, ReplyEvent, Request, Text, TextDelta, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +86,7 @@ class PromptRenderer:
         self._model: ModelCodec | None = None
         self.workers: WorkerPool | None = None
         self._id_cache: SizedCache[str, _ExchangeIds] = SizedCache(ID_CACHE_BYTES)
+        self._histories: dict[str, TurnHistory] = {}  # by session, once a prompt has been rendered
         self._warned = False
 
     async def close(self) -> None:
@@ -105,11 +105,11 @@ class PromptRenderer:
         return min(max(needed, _MIN_BODY_LIMIT_BYTES), _MAX_BODY_LIMIT_BYTES)
 
     async def render(
-        self, call: HarnessCall, *, will_sample: bool = True
+        self, session: OpenSession, call: HarnessCall
     ) -> tuple[ModelCodec, PreparedPrompt] | tuple[None, None]:
         """Nothing where the engine is to render. Raises ApiError where the template refuses the request, or where it
         can't fit the model's context."""
-        pool = self._pools.get_pool(call.session.run)
+        pool = self._pools.get_pool(session.run)
         model = await self.load_model(pool)
         if model is None:
             return None, None
@@ -118,13 +118,10 @@ class PromptRenderer:
         request = await asyncio.to_thread(look) if len(call.request.messages) > _EVENT_LOOP_MESSAGES else look()
         if request is None:
             return None, None
-        session = call.session
         history = await self.load_history(session)
-        if will_sample:
-            await self._end_continued_orphans(call)
         partial_turns = await self._load_partial_turns(session, history)
         try:
-            made = await self._make_prompt(call, model, request, history, partial_turns, context_length)
+            made = await self._make_prompt(session, call, model, request, history, partial_turns, context_length)
         except TemplateError as error:
             raise ApiError("invalid_request", str(error)) from error
         except ContextExceeded as error:
@@ -150,6 +147,7 @@ class PromptRenderer:
 
     async def _make_prompt(
         self,
+        session: OpenSession,
         call: HarnessCall,
         model: ModelCodec,
         request: Request,
@@ -168,11 +166,11 @@ class PromptRenderer:
             except NewTextLimitExceeded:
                 pass
         job = PromptJob.from_request(request, history, partial_turns, context_length)
-        return await self.workers.make_prompt(call.session.session_id, job)
+        return await self.workers.make_prompt(session.session_id, job)
 
-    async def count_tokens(self, call: HarnessCall) -> int | None:
-        """The prompt's length, without sampling; None where only the engine can tell."""
-        _, rendered = await self.render(call, will_sample=False)
+    async def count_tokens(self, session: OpenSession, call: HarnessCall) -> int | None:
+        """The prompt's length; None where only the engine can tell."""
+        _, rendered = await self.render(session, call)
         return None if rendered is None else len(rendered.prompt.ids)
 
     async def load_model(self, pool: EnginePool) -> ModelCodec | None:
@@ -203,28 +201,31 @@ class PromptRenderer:
     # A session's turns
 
     async def load_history(self, session: OpenSession) -> TurnHistory:
-        """Those of a session from before a restart are read from the store."""
-        if session.history is None:
-            history = TurnHistory()
-            if session.resumed:
-                async for exchange in self._store.exchanges(session.session_id):
-                    _add_to_history(history, exchange)
-            if session.history is None:  # still: another call may have been faster, and gone on since
-                session.history = history
-        return session.history
+        """A session's turns. Those of a session from before a restart are read from the store."""
+        history = self._histories.get(session.session_id)
+        if history is not None:
+            return history
+        history = TurnHistory()
+        if session.resumed:
+            async for exchange in self._store.exchanges(session.session_id):
+                _add_to_history(history, exchange)
+        if session.ended:  # meanwhile: nothing is kept of it
+            return history
+        return self._histories.setdefault(session.session_id, history)  # another call may have been faster
 
     def add_exchange(self, session: OpenSession, exchange: Exchange, rendered: PreparedPrompt | None) -> None:
-        """Takes in an exchange that was recorded, as `history` does with all of them after a restart."""
-        if session.history is None:
+        """Takes in an exchange that was recorded, as `load_history` does with all of them after a restart."""
+        history = self._histories.get(session.session_id)
+        if history is None:
             if session.resumed:
                 return  # it is read from the store, with those from before
-            session.history = TurnHistory()
-        _add_to_history(session.history, exchange)
+            history = self._histories[session.session_id] = TurnHistory()
+        _add_to_history(history, exchange)
         if (
             rendered is not None
             and exchange.prompt_ids is not None
             and exchange.sampled_ids is not None
-            and exchange.exchange_id in session.history.turns
+            and exchange.exchange_id in history.turns
         ):
             ids = np.concatenate([exchange.prompt_ids, exchange.sampled_ids])
             held = _ExchangeIds(ids, rendered.prompt.json)
@@ -239,21 +240,16 @@ class PromptRenderer:
 
     def forget(self, session: OpenSession) -> None:
         """The session has ended, and goes on from none of its turns."""
-        for exchange_id in session.history.turns if session.history else ():
+        history = self._histories.pop(session.session_id, None)
+        for exchange_id in history.turns if history else ():
             self._id_cache.drop(exchange_id)
 
     def set_delivered(self, session: OpenSession, exchange_id: str, delivered: int) -> None:
         """It turned out that a harness got more, or less, of a turn."""
-        known = session.history.turns.get(exchange_id) if session.history else None
+        history = self._histories.get(session.session_id)
+        known = history.turns.get(exchange_id) if history else None
         if known is not None:
             known.delivered_tokens = delivered
-
-    async def _end_continued_orphans(self, call: HarnessCall) -> None:
-        """A request that goes on from a turn whose harness went away a moment ago: that turn is over now."""
-        for orphan in list(call.session.orphans):
-            if orphan.capture.exchange_id.encode() in call.body:
-                orphan.give_up()
-                await orphan.wait_until_recorded()
 
     async def _load_partial_turns(self, session: OpenSession, history: TurnHistory) -> dict[str, list[int]]:
         """The sampled ids of turns that were cut: few, if any."""
@@ -378,3 +374,50 @@ async def parse_chunks(
             yield chunk
     finally:
         await chunks.aclose()
+
+
+class StopStringFilter:
+    """Leaves out stop strings, for engines that hand out ids: the string that ended a reply is sampled, but not part of
+    what is said. Text that may be the beginning of one is held back until it is known not to be."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+
+    def feed(self, events: list[ReplyEvent]) -> list[ReplyEvent]:
+        if not self._stops:
+            return events
+        out: list[ReplyEvent] = []
+        for event in events:
+            if isinstance(event, TextDelta):
+                self._held += event.text
+                sure = len(self._held) - self._undecided_length()
+                if sure:
+                    out.append(TextDelta(self._held[:sure]))
+                    self._held = self._held[sure:]
+            else:
+                out += self._release()
+                out.append(event)
+        return out
+
+    def finish(self, stopped_by: str | None) -> list[ReplyEvent]:
+        """What was held, up to the string that ended the reply, if one did."""
+        if stopped_by and (at := self._held.find(stopped_by)) >= 0:
+            self._held = self._held[:at]
+        return self._release()
+
+    def _release(self) -> list[ReplyEvent]:
+        held, self._held = self._held, ""
+        return [TextDelta(held)] if held else []
+
+    def _undecided_length(self) -> int:
+        """How many characters at the end may belong to a stop string: whole ones, too, since the engine says which it
+        was."""
+        first = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if first:
+            return len(self._held) - min(first)
+        longest = max(map(len, self._stops)) - 1
+        for size in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
+                return size
+        return 0

@@ -1,4 +1,4 @@
-"""Sessions and their keys.
+"""Open sessions and their keys.
 
 A key is random, unrelated to the session's id, stored only as a hash, and works only while its session is open.
 """
@@ -6,8 +6,8 @@ A key is random, unrelated to the session's id, stored only as a hash, and works
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 from weakref import WeakValueDictionary
 
 from polar import ids
@@ -15,12 +15,10 @@ from polar.config import SamplingOverrides
 from polar.engines.replica import Replica
 from polar.gateway.meter import Meter
 from polar.records.session import Session, Verdict
-from polar.rendering.continuation import TurnHistory
 from polar.store.base import Store
 from polar.trajectory.roles import RoleOverrides
 
-if TYPE_CHECKING:
-    from polar.gateway.generation import Generation
+_MAX_MODELS = 8
 
 
 class OpenSession:
@@ -30,38 +28,47 @@ class OpenSession:
         "_next_seq",
         "ended",
         "group",
-        "history",
         "meter",
         "models",
-        "orphans",
         "replica",
         "resumed",
         "run",
-        "running",
         "sampling",
         "session_id",
     )
 
-    def __init__(self, session: Session, next_seq: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        next_seq: int,
+        *,
+        meter: Meter | None = None,
+        sampling: SamplingOverrides | None = None,
+    ) -> None:
         task, model = session.metadata.get("task_id"), session.metadata.get("model")
         self.session_id = session.session_id
         self.run = session.run
         self.group = task if isinstance(task, str) else session.session_id  # sessions of a task begin alike
-        self.meter = Meter()
-        self.sampling: SamplingOverrides | None = None  # the task's
+        self.meter = meter or Meter()
+        self.sampling = sampling  # the task's
         self.ended = False
-        self.models = (model,) if isinstance(model, str) else ()  # names that the harness has used
-        self.replica: Replica | None = None
-        self.running: set[Generation] = set()
-        self.orphans: list[Generation] = []  # their harness went away a moment ago
+        self.models: tuple[str, ...] = (model,) if isinstance(model, str) else ()  # names that the harness has used
+        self.replica: Replica | None = None  # where its last call went
         self.resumed = next_seq > 0  # it has exchanges from before this process
-        self.history: TurnHistory | None = None  # its turns, once a prompt has been rendered
         self._next_seq = next_seq
 
     def take_seq(self) -> int:
         seq = self._next_seq
         self._next_seq += 1
         return seq
+
+    def add_model(self, name: str) -> None:
+        """The harness has used this name; the latest few are kept."""
+        if name not in self.models:
+            self.models = (*self.models[1 - _MAX_MODELS :], name)
+
+
+EndListener = Callable[[OpenSession], Awaitable[None]]
 
 
 def hash_key(key: str) -> bytes:
@@ -73,12 +80,11 @@ class SessionRegistry:
         self._store = store
         self._sessions_by_key_hash: dict[bytes, OpenSession] = {}
         self._key_hashes: dict[str, bytes] = {}
-        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # see `_alone`
-        self._end_listeners: list[Callable[[OpenSession], None]] = []
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # see `_lock_key`
+        self._end_listeners: list[EndListener] = []
 
-    def add_end_listener(self, listener: Callable[[OpenSession], None]) -> None:
-        """Calls `listener` with each session that has ended, once all of its calls are recorded. From then on nobody
-        needs what is kept in memory for its next call."""
+    def add_end_listener(self, listener: EndListener) -> None:
+        """Has `end` call `listener` with each session whose key has stopped working, and wait for it."""
         self._end_listeners.append(listener)
 
     async def create(
@@ -96,9 +102,7 @@ class SessionRegistry:
         key = ids.new_session_key()
         session = Session(session_id or ids.new_session_id(), hash_key(key), time.time(), run, metadata)
         await self._store.create_session(session)
-        opened = self._register(session, 0)
-        opened.meter = meter or opened.meter
-        opened.sampling = sampling
+        self._register(session, OpenSession(session, 0, meter=meter, sampling=sampling))
         return session, key
 
     async def find_by_key(self, key: str) -> OpenSession | None:
@@ -114,20 +118,20 @@ class SessionRegistry:
             session = await self._store.session_by_key(hashed)
             if session is None or session.status != "open":
                 return None
-            return self._register(session, await self._store.next_seq(session.session_id))
+            opened = OpenSession(session, await self._store.next_seq(session.session_id))
+            self._register(session, opened)
+            return opened
 
     def _lock_key(self, hashed: bytes) -> asyncio.Lock:
         """No session is taken in from the store while it is being ended there."""
         return self._locks.setdefault(hashed, asyncio.Lock())
 
-    def _register(self, session: Session, next_seq: int) -> OpenSession:
-        opened = OpenSession(session, next_seq)
+    def _register(self, session: Session, opened: OpenSession) -> None:
         self._sessions_by_key_hash[session.key_hash] = opened
         self._key_hashes[session.session_id] = session.key_hash
-        return opened
 
     async def end(self, session_id: str, verdict: Verdict | None = None) -> Session | None:
-        """Ends a session: its key stops working, and what still runs is given up and recorded."""
+        """Ends a session: its key stops working, and its calls are ended by who listens (`add_end_listener`)."""
         hashed = self._key_hashes.get(session_id)
         if hashed is None:
             session = await self._store.session(session_id)
@@ -140,22 +144,9 @@ class SessionRegistry:
             opened = self._sessions_by_key_hash.pop(hashed, None)
         if opened is not None:
             opened.ended = True
-            await give_up_generations(opened)
             for listener in self._end_listeners:
-                listener(opened)
+                await listener(opened)
         return ended
-
-    async def close(self) -> None:
-        """Gives up whatever runs; the sessions stay open in the store."""
-        await asyncio.gather(*(give_up_generations(opened) for opened in self._sessions_by_key_hash.values()))
 
     def __len__(self) -> int:
         return len(self._sessions_by_key_hash)
-
-
-async def give_up_generations(session: OpenSession) -> None:
-    generations = [*session.running, *session.orphans]
-    for generation in generations:
-        generation.give_up()
-    for generation in generations:
-        await generation.wait_until_recorded()

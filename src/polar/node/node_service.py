@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from polar.config import Settings
-from polar.data_plane import DataPlane
+from polar.gateway.data_plane import DataPlane
 from polar.node.node import Node
 from polar.node.remote_server import KeepAlive, RemoteServer
 from polar.node.runtime_pool import RuntimeBackends

@@ -21,10 +21,11 @@ import msgspec
 from msgspec import Struct
 
 from polar import ids
-from polar.changes import find_changes
 from polar.config import Settings
 from polar.errors import PolarError, StoreError
 from polar.evaluators.base import GraderError, Outcome
+from polar.evaluators.changes import find_changes
+from polar.evaluators.patches import make_patch
 from polar.gateway.meter import Meter
 from polar.gateway.session_registry import SessionRegistry
 from polar.harnesses import build_environment
@@ -35,7 +36,6 @@ from polar.node.probes import GraderPathProbes
 from polar.node.runtime_pool import MAX_WORKSPACE_BYTES, WarmPool, WorkspaceSnapshots
 from polar.node.stages import Stage, StageName, StageTiming
 from polar.node.task_plan import TaskPlan
-from polar.patches import make_patch
 from polar.records.exchange import Exchange
 from polar.records.session import Evidence, Session, Verdict
 from polar.runtimes.base import CommandResult, CorruptedRuntimeError, Runtime, SandboxError, TransferTooLargeError

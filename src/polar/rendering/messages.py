@@ -1,7 +1,7 @@
 """Canonical messages as a chat template takes them: OpenAI's shape, as plain data.
 
-What a template can't take has a fallback, found out by probes when the model's folder is read (`Traits`), and used for
-every request alike, so that a conversation is always rendered in the same way:
+What a template can't take has a fallback, found out by probes when the model's folder is read (`find_traits`), and used
+for every request alike, so that a conversation is always rendered in the same way:
 
     system messages it refuses          user messages
     system messages behind the first    joined to it where they follow it at once, else user messages
@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.rendering.memo import Memo, estimate_bytes
-from polar.rendering.template import ChatMessage, TemplateError, ToolSpec
+from polar.rendering.template import ChatMessage, ChatTemplate, TemplateError, ToolSpec
 from polar.types import Media, Message, Part, Reasoning, Text, Tool, ToolCall, ToolResult
 
 Guard = Callable[[str], str]
@@ -48,6 +48,86 @@ class TemplateTraits(Struct, frozen=True):
     supports_parallel_calls: bool = True
     maps_arguments: bool = True
     supports_text_arguments: bool = True  # arguments that are no JSON object, as models write them now and then
+
+
+_PROBE_USER: ChatMessage = {"role": "user", "content": "polarquestion"}
+_PROBE_REPLY: ChatMessage = {"role": "assistant", "content": "polaranswer"}
+_PROBE_SYSTEM: ChatMessage = {"role": "system", "content": "polarsystem"}
+_PROBE_TOOL = ToolSpec(
+    {
+        "type": "function",
+        "function": {
+            "name": "polarfunction",
+            "description": "polar",
+            "parameters": {"type": "object", "properties": {"polarkey": {"type": "string"}}, "required": []},
+        },
+    }
+)
+
+
+def find_traits(template: ChatTemplate, make_call_id: MakeCallId) -> TemplateTraits:
+    """What a template can take: found out by rendering small conversations, once, when a model's folder is read."""
+
+    def shows(messages: Sequence[ChatMessage], *words: str, tools: bool = False, mapped: bool = True) -> bool:
+        """Whether it renders, with all of these words in this order."""
+        try:
+            text = template.render(messages, [_PROBE_TOOL] if tools else None, map_arguments=mapped)
+        except TemplateError:
+            return False
+        at = 0
+        for word in words:
+            at = text.find(word, at)
+            if at < 0:
+                return False
+            at += len(word)
+        return True
+
+    def calls(count: int, arguments: str = '{"polarkey": "polarvalue"}') -> list[ChatMessage]:
+        return [
+            _PROBE_USER,
+            _make_calls_message(make_call_id, count, arguments),
+            *(_make_result_message(make_call_id, number) for number in range(count)),
+        ]
+
+    mapped = shows(calls(1), "polarkey", "polarresult0", tools=True)
+    by_text = not mapped and shows(calls(1), "polarkey", "polarresult0", tools=True, mapped=False)
+    tools = shows([_PROBE_USER], "polarfunction", tools=True) and (mapped or by_text)
+
+    def always(messages: Sequence[ChatMessage], *words: str) -> bool:
+        """With tools and without, which may be two templates."""
+        return shows(messages, *words) and (not tools or shows(messages, *words, tools=True))
+
+    return TemplateTraits(
+        supports_system=always([_PROBE_SYSTEM, _PROBE_USER], "polarsystem", "polarquestion"),
+        supports_late_system=always(
+            [_PROBE_USER, _PROBE_REPLY, _PROBE_SYSTEM, _PROBE_USER], "polaranswer", "polarsystem"
+        ),
+        supports_repeated_roles=always(
+            [_PROBE_USER, {"role": "user", "content": "polaragain"}], "polarquestion", "polaragain"
+        ),
+        supports_tools=tools,
+        supports_parallel_calls=not tools
+        or shows(calls(2), "polarkey", "polarkey", "polarresult1", tools=True, mapped=mapped),
+        maps_arguments=mapped or not by_text,
+        supports_text_arguments=not tools or shows(calls(1, "polartext"), "polartext", "polarresult0", tools=True),
+    )
+
+
+def _make_calls_message(make_call_id: MakeCallId, count: int, arguments: str) -> ChatMessage:
+    calls: list[dict[str, Any]] = [
+        {
+            "id": make_call_id("polarfunction", number),
+            "type": "function",
+            "function": {"name": "polarfunction", "arguments": arguments},
+        }
+        for number in range(count)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _make_result_message(make_call_id: MakeCallId, number: int) -> ChatMessage:
+    shown = make_call_id("polarfunction", number)
+    return {"role": "tool", "content": f"polarresult{number}", "tool_call_id": shown, "name": "polarfunction"}
 
 
 class ModelTurn(Struct):
@@ -91,8 +171,8 @@ def build_conversation(
     find_written_id: Callable[[str], str | None],
     belong_together: Callable[[Message, Message], bool],
 ) -> Conversation:
-    """`written` gives a call's id as the model wrote it, where it did; `together` says whether two assistant messages
-    in a row are parts of one reply."""
+    """`find_written_id` gives a call's id as the model wrote it, where it did; `belong_together` says whether two
+    assistant messages in a row are parts of one reply."""
     items: list[Item] = []
     names: dict[str, tuple[str, str]] = {}  # by the harness's id of a call: its id in the prompt, and its name
     shown: list[str] = []  # the ids of all calls in the prompt, in order

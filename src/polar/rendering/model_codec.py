@@ -19,11 +19,10 @@ from polar.rendering.continuation import (
 )
 from polar.rendering.encoder import PromptEncoder
 from polar.rendering.families import FallbackFamily, ReplyParser, detect_family
-from polar.rendering.messages import Conversation, build_conversation
+from polar.rendering.messages import Conversation, build_conversation, find_traits
 from polar.rendering.seams import SeamProver
 from polar.rendering.skeleton import Renderer
 from polar.rendering.tokenizer import TokenIds, Tokenizer, load_tokenizer
-from polar.rendering.traits import find_traits
 from polar.rendering.turn_digest import TurnDigest, digest_turn
 from polar.reply_parts import PartsBuilder
 from polar.types import (

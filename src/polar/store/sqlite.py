@@ -16,7 +16,7 @@ from threading import Event, Thread
 from typing import Literal
 
 from polar.errors import StoreError
-from polar.private_files import make_private_file
+from polar.folders import make_private_file
 from polar.store.reader import Reader
 from polar.store.recorder import Recorder
 from polar.store.relational import LINEAGE_MEMORY_BYTES, RelationalStore

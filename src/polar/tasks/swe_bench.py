@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from polar import validation_errors
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
-from polar.patches import list_patch_paths
+from polar.evaluators.patches import list_patch_paths
 from polar.records.task import TaskRequest
 from polar.tasks.task_files import read_text
 

@@ -1,7 +1,9 @@
-"""What must never be written down: the settings' secrets, and sessions' keys."""
+"""What must never be written down, nor be inherited by a child: the settings' secrets, and sessions' keys."""
 
+import ctypes
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -53,3 +55,15 @@ def _find_passwords(text: str) -> set[str]:
         return {text}
     asked = [value for name, values in parse_qs(parts.query).items() if "password" in name for value in values]
     return {*asked} if parts.password is None else {*asked, parts.password, unquote(parts.password)}
+
+
+def erase_variables(prefix: str, secrets: Collection[str]) -> None:
+    """Takes variables that hold a secret out of this process's environment, so that no child inherits them, and out of
+    the memory that /proc/PID/environ shows. Call it before there are threads."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    for name, value in list(os.environ.items()):
+        if name.startswith(prefix) and any(secret in value for secret in secrets):
+            if (at := getenv(os.fsencode(name))) is not None:
+                ctypes.memset(at, 0, len(os.fsencode(value)))
+            del os.environ[name]

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the rollout service: its queue, its nodes, and what became of sessions.
+"""Prometheus metrics of the rollout service: its queue, its nodes, what became of sessions, and the automatic check.
 
 What has happened is counted as it is told (`leased`, `ended`, ...). How things stand is read when somebody asks. No
 label has the name of a session or task: there is no end to those.
@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from polar.records.session import Evidence, is_suspicious
-from polar.telemetry.gauges import GaugeCollector, make_gauge
-from polar.telemetry.labels import MAX_RUN_LABELS, LabelCap
+from polar.telemetry.metrics import MAX_RUN_LABELS, GaugeCollector, LabelCap, make_gauge
+from polar.trajectory.checker import HeldBackError
 
 _MAX_REASON_LABELS = 50
 _MAX_STAGE_LABELS = 20
@@ -187,3 +187,41 @@ def _load_number(node: LiveNode, key: str) -> float:
     """What a node tells of itself need not be what we expect: whoever looks at the others still can."""
     told = node.load.get(key)
     return told if isinstance(told, int | float) else 0
+
+
+class VerifyMetrics:
+    """The automatic check: how many sessions it saw, what it held back, and what it cost. Counts hand-outs: a session
+    that is read twice is checked, and counted, twice."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        sessions = Counter(
+            "polar_verified_sessions",
+            "Sessions on their way to a trainer: checked and passed, held back, or not in the share that is checked",
+            ("result",),
+            registry=registry,
+        )
+        self._passed, self._failed, self._error, self._skipped = (
+            sessions.labels(result) for result in ("passed", "verify_failed", "verify_error", "skipped")
+        )
+        self._problems = Counter(
+            "polar_verify_problems",
+            "Sessions that failed verification, by the kind of their first problem",
+            ("kind",),
+            registry=registry,
+        )
+        self._seconds = Counter("polar_verify_cpu_seconds", "CPU seconds that verification took", registry=registry)
+
+    def session_checked(self, held: HeldBackError | None) -> None:
+        if held is None:
+            self._passed.inc()
+        elif held.reason == "verify_error":
+            self._error.inc()
+        else:
+            self._failed.inc()
+            self._problems.labels(held.kind).inc()
+
+    def session_skipped(self) -> None:
+        self._skipped.inc()
+
+    def seconds_spent(self, seconds: float) -> None:
+        self._seconds.inc(seconds)

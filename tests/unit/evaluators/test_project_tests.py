@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from polar.changes import FileChange, FolderEntry
 from polar.errors import ConfigError
 from polar.evaluators import project_tests as evaluator
 from polar.evaluators import results, signed_run
 from polar.evaluators.base import GraderError
+from polar.evaluators.changes import FileChange, FolderEntry
 from polar.evaluators.results import BrokenResultsError, CaseResult, RunResults
 from polar.evaluators.transfer.protected_files import ProtectedFiles, ProtectionConfig
 from polar.records.session import Verdict

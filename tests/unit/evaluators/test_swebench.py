@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from polar.changes import find_changes
 from polar.errors import ConfigError
 from polar.evaluators.base import GraderError
+from polar.evaluators.changes import find_changes
+from polar.evaluators.patches import list_patch_paths, make_patch
 from polar.evaluators.swebench import SweBench
-from polar.patches import list_patch_paths, make_patch
 from polar.records.session import Verdict
 from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import AgentWork, Place

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.engines.scripted import TOKENIZER_FOLDER
-from polar.rendering.encoder import PromptEncoder
-from polar.rendering.text_bound import TextBound
+from polar.rendering.encoder import PromptEncoder, TextBound
 from polar.rendering.tokenizer import Tokenizer
 from tests.selection import leave_to_slow
 from tests.unit.rendering.families.models import REAL, small

@@ -6,11 +6,10 @@ import pytest
 
 from polar.rendering.encoder import PromptEncoder
 from polar.rendering.families import detect_family
-from polar.rendering.messages import ContextMessage, Conversation, ModelTurn
+from polar.rendering.messages import ContextMessage, Conversation, ModelTurn, find_traits
 from polar.rendering.seams import SeamProver
 from polar.rendering.skeleton import PieceKind, Renderer
 from polar.rendering.tokenizer import Tokenizer
-from polar.rendering.traits import find_traits
 from polar.types import ToolCall
 from tests.unit.rendering.hostile import hostile
 from tests.unit.rendering.talkers import TALKERS

@@ -4,10 +4,9 @@ import pytest
 
 from polar.rendering.continuation import TurnHistory
 from polar.rendering.families import detect_family
-from polar.rendering.messages import TemplateTraits
+from polar.rendering.messages import TemplateTraits, find_traits
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import ChatTemplate
-from polar.rendering.traits import find_traits
 from polar.types import Message, Raw, Request, Text, Tool, ToolCall, ToolResult
 from tests.unit.rendering.hostile import HOSTILE, hostile
 from tests.unit.rendering.talkers import TALKERS

@@ -26,7 +26,7 @@ from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RolloutService
 from polar.store import open_store
 from polar.store.base import Store
-from polar.telemetry.verify_metrics import VerifyMetrics
+from polar.telemetry.service_metrics import VerifyMetrics
 from polar.trajectory.checker import SessionChecker
 from tests.unit.export.samples import Talk, said
 

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
 
-from polar.telemetry.labels import MAX_RUN_LABELS, LabelCap, strip_password
+from polar.telemetry.metrics import MAX_RUN_LABELS, LabelCap, strip_password
 from polar.telemetry.service_metrics import ServiceMetrics
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from polar.client.async_client import AsyncClient
 from polar.config import EngineSettings
 from polar.engines.embedded.server import EmbeddedServer
+from polar.gateway.replica_observer import ReplicaObserver
 from polar.records.exchange import Exchange
 from polar.service import Service
 from polar.weight_sync.base import create_transport
@@ -41,9 +42,10 @@ def perturb(model: Any, version: int) -> None:
 async def until_more(service: Service) -> None:
     """The running call has sampled some more tokens, so that the next update falls between."""
     (call,) = service.pool.replicas[0].running
-    assert hasattr(call, "sampled")
-    wanted = len(call.sampled) + 3
-    await wait_until(lambda: len(call.sampled) >= wanted)
+    assert isinstance(call, ReplicaObserver)
+    sampled = call.record.sampled
+    wanted = len(sampled) + 3
+    await wait_until(lambda: len(sampled) >= wanted)
 
 
 def check(exchange: Exchange, folder: Path) -> None:

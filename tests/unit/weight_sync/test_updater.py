@@ -17,6 +17,7 @@ from polar.config import EngineSettings
 from polar.engines.scripted import Play, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.errors import ConfigError
+from polar.gateway.replica_observer import ReplicaObserver
 from polar.records.exchange import Exchange
 from polar.records.result import PauseMode
 from polar.service import Service
@@ -104,7 +105,8 @@ async def harness(service: Service) -> AsyncIterator[tuple["asyncio.Task[Exchang
         return exchange
 
     task = asyncio.create_task(call())
-    await wait_until(lambda: any(getattr(call, "sampled", []) for call in service.pool.replicas[0].running))
+    running = service.pool.replicas[0].running
+    await wait_until(lambda: any(isinstance(call, ReplicaObserver) and call.record.sampled for call in running))
     try:
         yield task, key
     finally:

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from polar.changes import find_changes, list_entries
 from polar.evaluators.base import UngradableWorkError
+from polar.evaluators.changes import find_changes, list_entries
 from polar.records.session import Evidence
 from polar.runtimes.base import Runtime, SandboxError, TransferTooLargeError
 

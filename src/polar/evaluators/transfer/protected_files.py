@@ -24,8 +24,8 @@ from pathlib import Path, PurePosixPath
 from msgspec import Struct
 from pydantic import Field
 
-from polar.changes import LINK_MODE, FileChange, find_changes, list_entries
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
+from polar.evaluators.changes import LINK_MODE, FileChange, find_changes, list_entries
 from polar.evaluators.transfer import links
 from polar.evaluators.transfer.links import TransferredEntries, escape_path
 from polar.evaluators.transfer.workspace import (

@@ -1,16 +1,10 @@
 """Sampled ids to reasoning, text and tool calls, by model family."""
 
 from polar.rendering.families.base import Family, FamilySigns, ReplyParser
-from polar.rendering.families.deepseek import DeepSeek
-from polar.rendering.families.generic import Generic
-from polar.rendering.families.glm import Glm
+from polar.rendering.families.element_calls import Glm, QwenCoder
 from polar.rendering.families.harmony import Harmony
-from polar.rendering.families.hermes import Hermes
-from polar.rendering.families.kimi import Kimi
-from polar.rendering.families.llama import Llama
-from polar.rendering.families.markup import MarkupFamily
-from polar.rendering.families.mistral import Mistral
-from polar.rendering.families.qwen_coder import QwenCoder
+from polar.rendering.families.json_calls import DeepSeek, Hermes, Kimi, Llama, Mistral
+from polar.rendering.families.markup import Generic, MarkupFamily
 from polar.rendering.tokenizer import Tokenizer
 
 FAMILIES: tuple[type[MarkupFamily] | type[Harmony], ...] = (

@@ -58,6 +58,16 @@ class MarkupFamily(Family):
         return MarkupParser(self, prompt_end, tools or ())
 
 
+class Generic(MarkupFamily):
+    """Any other model: text, with a think block where the template or the tokens have one."""
+
+    name = "generic"
+
+    @classmethod
+    def matches(cls, signs: FamilySigns) -> bool:  # noqa: ARG003
+        return True
+
+
 class MarkupParser:
     def __init__(self, family: MarkupFamily, prompt_end: str, tools: Sequence[Tool]) -> None:
         self.malformed = False

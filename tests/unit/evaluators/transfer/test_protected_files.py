@@ -2,7 +2,7 @@
 
 import pytest
 
-from polar.changes import FileChange, FolderEntry
+from polar.evaluators.changes import FileChange, FolderEntry
 from polar.evaluators.project_tests import list_named_tests
 from polar.evaluators.signed_run import require_command
 from polar.evaluators.transfer.protected_files import ProtectedFiles, ProtectionConfig

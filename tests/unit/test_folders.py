@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polar.private_files import make_private_folder
+from polar.folders import make_private_folder
 from polar.store.sqlite import open_sqlite_store
 
 
@@ -49,7 +49,7 @@ async def test_a_database_and_the_files_beside_it_are_for_its_user(tmp_path: Pat
 
 ERASE = """
 import os, subprocess, sys
-from polar.private_files import erase_variables
+from polar.telemetry.redaction import erase_variables
 erase_variables("POLAR_", {"hunter2-token", "hunter2-key"})
 seen = open("/proc/self/environ", "rb").read()
 child = subprocess.run(["env"], capture_output=True).stdout

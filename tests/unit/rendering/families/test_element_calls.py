@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from polar.rendering.families.arguments import to_json
+from polar.rendering.families.element_calls import encode_arguments
 from polar.types import Tool
 
 
@@ -44,13 +44,13 @@ def tool(schema: Any) -> Tool:
     ],
 )
 def test_a_value_by_its_schema(schema: Any, text: str, value: str) -> None:
-    assert to_json([("a", text)], tool({"properties": {"a": schema}})) == f'{{"a": {value}}}'
+    assert encode_arguments([("a", text)], tool({"properties": {"a": schema}})) == f'{{"a": {value}}}'
 
 
 @pytest.mark.parametrize("unknown", [None, Tool("f"), tool({}), tool(True), tool({"properties": 1})])
 def test_without_a_schema_what_is_json_is_taken_as_such(unknown: Tool | None) -> None:
-    assert to_json([("b", "5"), ("a", "x")], unknown) == '{"b": 5, "a": "x"}'
+    assert encode_arguments([("b", "5"), ("a", "x")], unknown) == '{"b": 5, "a": "x"}'
 
 
 def test_no_parameters() -> None:
-    assert to_json([], tool({})) == "{}"
+    assert encode_arguments([], tool({})) == "{}"

@@ -1,14 +1,25 @@
-"""Folders, files and variables that nobody else on the machine may read."""
+"""Where files are kept on this machine: the user's cache, and folders and files that nobody else may read."""
 
-import ctypes
 import logging
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
+
+from polar.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _OTHERS_MODE_BITS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def user_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """For models and harnesses, which are fetched once."""
+    base = environment.get("XDG_CACHE_HOME", "")
+    try:
+        home = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    except RuntimeError:
+        raise ConfigError("This user has no home folder for a cache: set HOME, or XDG_CACHE_HOME.") from None
+    return home / "polar"
 
 
 def make_private_folder(folder: Path) -> None:
@@ -26,15 +37,3 @@ def make_private_folder(folder: Path) -> None:
 def make_private_file(path: Path) -> None:
     """An empty file for this user alone, unless there is one."""
     os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-
-
-def erase_variables(prefix: str, secrets: Collection[str]) -> None:
-    """Takes variables that hold a secret out of this process's environment, so that no child inherits them, and out of
-    the memory that /proc/PID/environ shows. Call it before there are threads."""
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_void_p
-    for name, value in list(os.environ.items()):
-        if name.startswith(prefix) and any(secret in value for secret in secrets):
-            if (at := getenv(os.fsencode(name))) is not None:
-                ctypes.memset(at, 0, len(os.fsencode(value)))
-            del os.environ[name]

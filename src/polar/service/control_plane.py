@@ -3,8 +3,8 @@
     connection ─► uvicorn ─► /health                              answered here, whatever the service's loop is doing
      (thread)         └────► everything else ─► application       on the service's loop, where its state lives
 
-The service's loop answers everybody's calls and may be busy for a moment. Whoever watches over the service must not
-take that for its end. Connections are read and written in the thread alone, where those that never finish a request are
+The service's loop answers everybody's calls and may be busy for a moment. A supervisor must not take that for its
+end. Connections are read and written in the thread alone, where those that never finish a request are
 closed in time.
 """
 
@@ -67,8 +67,8 @@ class ControlPlane:
         self._server.should_exit = True
         await asyncio.to_thread(self._thread.join)
 
-    async def over(self) -> None:
-        """Until the thread has ended, which it does by itself only where it fails."""
+    async def wait_until_ended(self) -> None:
+        """The thread ends by itself only where it fails."""
         await self._ended.wait()
 
     def _serve(self) -> None:

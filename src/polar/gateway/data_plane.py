@@ -1,13 +1,8 @@
-"""What captures calls, in one process: the store, the engines, and the gateway that harnesses talk to."""
+"""Store, engines and gateway in one process: all that it takes to capture calls."""
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import logging
-import os
-import resource
-import sys
 from pathlib import Path
 from types import TracebackType
 
@@ -15,11 +10,11 @@ from polar.config import Settings
 from polar.engines.fleet import EngineFleet
 from polar.engines.pool import EnginePool
 from polar.errors import ConfigError, StoreError
+from polar.folders import make_private_folder
 from polar.gateway.app import Gateway
 from polar.gateway.call_journal import CallJournal, read_journal
 from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.session_registry import SessionRegistry
-from polar.private_files import make_private_folder
 from polar.runtimes.state_folder import StateFolder
 from polar.store import open_store
 from polar.store.relational import RelationalStore
@@ -30,57 +25,11 @@ log = logging.getLogger(__name__)
 _JOURNAL_FILE = "calls.jsonl"
 
 
-def tune_process() -> None:
-    """Settings of the whole process for one that serves: call it once, when everything is imported.
-
-    A full garbage collection stops every stream for as long as it takes to walk all objects. What is imported stays
-    anyway, and calls leave no cycles behind: young objects are looked at in small portions, old ones hardly ever. The
-    store's thread gives way to the event loop soon. Tokenizers start no threads of their own: they have ours, and
-    processes for what is long. All threads allocate from one arena.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(1_000, 5, 10_000)
-    sys.setswitchinterval(0.0005)
-    _share_malloc_arena()
-    _raise_open_files_limit()
-
-
-def _raise_open_files_limit() -> None:
-    """As far as the system allows: each open call takes two. macOS refuses more than OPEN_MAX where its hard limit is
-    infinite."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, _OPEN_MAX), hard))
-
-
-_OPEN_MAX = 10_240
-"""Of macOS's sys/syslimits.h."""
-
-_M_ARENA_MAX = -8
-"""mallopt's parameter, of glibc's malloc.h."""
-
-
-def _share_malloc_arena() -> None:
-    """Has glibc give new threads no arenas of their own.
-
-    What one thread allocates and another frees goes back to the first one's arena, where holes are left. Caches that
-    many threads fill then take ever more memory, though they hold no more. The interpreter's lock keeps most threads
-    from allocating at the same time anyway. Other C libraries have no such parameter.
-    """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_ARENA_MAX, 1)
-
-
 class DataPlane:
     """Use as an async context manager.
 
-    Where it is `steered`, somebody says how engines are to be (Pools.apply), and until then calls are held. Without
-    `engines` there are none before that."""
+    With `hold_calls`, calls wait until somebody says how the engines are to be (EngineFleet.apply). Without `engines`
+    there are none before that."""
 
     store: RelationalStore
     pools: EngineFleet
@@ -148,8 +97,8 @@ class DataPlane:
         self.gateway_url = await self.gateway.start()
 
     async def _open_journal(self, stack: contextlib.AsyncExitStack) -> CallJournal:
-        """Where this process notes its calls. Those in journals of processes on this folder that are gone are recorded
-        as interrupted."""
+        """The journal of this process's calls. Calls in the journals of dead processes on this folder are recorded as
+        interrupted."""
         state = StateFolder(self.data_folder / "gateways")
         for left in state.iter_abandoned():
             interrupted = await self.store.record_interrupted(read_journal(left.folder / _JOURNAL_FILE))
@@ -174,8 +123,8 @@ class DataPlane:
         await asyncio.to_thread(state.close)
 
     async def load_policy_versions(self) -> dict[str, int]:
-        """What the engines hold, as far as it is known. One that was launched just now holds what it began with,
-        whatever was at its address before."""
+        """The version that each engine holds, by address, as far as it is known. An engine that was launched with this
+        process holds what it began with, whatever was at its address before."""
         return await self.store.policy_versions() | self.pool.launched_versions
 
     async def __aexit__(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polar.changes import FileChange, FolderEntry, find_changes, list_entries
-from polar.patches import make_patch
+from polar.evaluators.changes import FileChange, FolderEntry, find_changes, list_entries
+from polar.evaluators.patches import make_patch
 
 GIT = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1"}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from polar.changes import FileChange, FolderEntry, read_content
+from polar.evaluators.changes import FileChange, FolderEntry, read_content
 
 MAX_FILE_BYTES = 1 << 20
 MAX_PATCH_BYTES = 32 << 20

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import TracebackType
 
 from polar.config import Settings
-from polar.control_plane import ControlPlane
-from polar.data_plane import DataPlane
 from polar.engines.fleet import EngineFleet
 from polar.engines.pool import EnginePool
 from polar.errors import ConfigError
+from polar.gateway.data_plane import DataPlane
 from polar.gateway.http import format_url, is_loopback
 from polar.gateway.session_registry import SessionRegistry
 from polar.node.node import Node
@@ -25,9 +24,9 @@ from polar.rollout.routes.app import create_app
 from polar.rollout.routes.service import current_health
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RolloutService
+from polar.service.control_plane import ControlPlane
 from polar.store.base import Store
-from polar.telemetry.service_metrics import ServiceMetrics
-from polar.telemetry.verify_metrics import VerifyMetrics
+from polar.telemetry.service_metrics import ServiceMetrics, VerifyMetrics
 from polar.trajectory.checker import SessionChecker
 
 log = logging.getLogger(__name__)
@@ -134,7 +133,8 @@ class Service:
         stack.callback(rollout.close)  # before the listener ends: nobody is left waiting
 
     async def _check_task(self, task: TaskRequest) -> None:
-        """What this process can tell of a task; other nodes may have other harnesses, and other runtimes."""
+        """Refuses a task that this process's node can't run, where it is the only one: other nodes may have other
+        harnesses and runtimes."""
         if self._node is not None and len(self.rollout.lease_manager.members) == 1:
             await self._node.plan(task)
 
@@ -151,7 +151,7 @@ class Service:
         cut_short.cancel()
 
     async def wait_for_failure(self) -> str:
-        """Until the service can't go on by itself: why."""
+        """Waits until the service can't go on by itself, and returns why."""
         ends = {
             asyncio.ensure_future(self.rollout.superseded.wait()): "Another server was started on the same database.",
             asyncio.ensure_future(self.rollout.failed.wait()): "What looks after the queue has failed: see the log.",
@@ -159,7 +159,7 @@ class Service:
                 asyncio.wait({self._worker_task})
             ): "The node of this process has failed: see the log.",
             asyncio.ensure_future(self._callbacks.wait_until_failed()): "What sends callbacks has failed: see the log.",
-            asyncio.ensure_future(self._control.over()): "The control plane has failed: see the log.",
+            asyncio.ensure_future(self._control.wait_until_ended()): "The control plane has failed: see the log.",
         }
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

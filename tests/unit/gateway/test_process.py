@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from polar import data_plane
+from polar.gateway import process
 
 ALLOCATE_IN_THREADS = """
 import ctypes, sys, threading
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 
 tune_process()
 libc = ctypes.CDLL(None)
@@ -52,5 +52,5 @@ def test_macos_does_not_raise_the_limit_of_open_files_to_infinity(monkeypatch: p
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
-    data_plane._raise_open_files_limit()
+    process._raise_open_files_limit()
     assert limits[1:] == [(10_240, resource.RLIM_INFINITY)]

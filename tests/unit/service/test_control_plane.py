@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from polar import control_plane
 from polar.config import load
-from polar.service import Service
+from polar.service import Service, control_plane
 
 
 async def test_a_service_whose_control_plane_dies_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
