@@ -43,7 +43,7 @@ def parse_default(text: str) -> Any:
         return text.strip("`")
 
 
-@pytest.mark.parametrize(("page", "heading", "model", "others"), _TABLES, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(("page", "heading", "model", "others"), _TABLES, ids=[table[0] for table in _TABLES])
 def test_settings_and_defaults(page: str, heading: str, model: type[BaseModel], others: set[str]) -> None:
     fields = dict(collect_settings(model))
     leaves = {name.rpartition(".")[2] for name in fields}  # a cell may name a section once for several settings
