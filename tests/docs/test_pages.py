@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from polar.records.session import PLATFORM_REASONS
+from polar.records.task import MASKED_REASONS
 from tests.docs.static_checks import is_make_target
 from tools.docs.check_site import find_external_resources
 from tools.docs.pages import BrokenLinkError, build_pages, rewrite_links
@@ -94,3 +96,9 @@ def test_metrics_that_the_documents_name_are_in_the_code() -> None:
     for name in sorted(set(re.findall(r"\bpolar_[a-z_]+", page))):
         stem = re.sub(r"_(total|bucket|count|sum)$", "", name)
         assert f'"{name}"' in code or f'"{stem}"' in code, name
+
+
+def test_reasons_are_explained() -> None:
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    for reason in PLATFORM_REASONS | MASKED_REASONS:
+        assert f"`{reason}`" in page, reason
