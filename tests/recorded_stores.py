@@ -34,9 +34,9 @@ from polar.records.exchange import Exchange, StartedCall
 from polar.records.session import Evidence, Session, Verdict
 from polar.store import open_store
 from polar.store.base import Store
+from polar.testing.conversations import Talk, said
 from tests import captures
 from tests.integration.stack import settings
-from tests.unit.export.samples import Talk, said
 from tests.unit.rollout.served import Served, served, task
 from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, wire

@@ -16,7 +16,8 @@ from msgspec import Struct
 
 from polar.engines.scripted.sampler import context_states, expected_logprobs
 from polar.records.exchange import Exchange, Logprobs
-from polar.records.trajectory import ExcludedSpan, Ids, Span, Trajectory, TreeTrajectory
+from polar.records.spans import ExcludedSpan, Span
+from polar.records.trajectory import Ids, Trajectory, TreeTrajectory
 
 _VERSION = 0  # of the policy, all the time
 

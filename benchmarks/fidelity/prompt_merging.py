@@ -22,7 +22,8 @@ import numpy as np
 
 from benchmarks.fidelity.counts import BuiltSession, TrainingSequence
 from polar.records.exchange import Exchange
-from polar.records.trajectory import Ids, Span
+from polar.records.spans import Span
+from polar.records.trajectory import Ids
 
 NAME = "prompt_merging"
 _ENDS_ITSELF = ("stop", "tool_calls")

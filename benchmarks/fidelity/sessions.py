@@ -22,7 +22,7 @@ from polar.engines.scripted.server import ScriptedServer
 from polar.gateway.data_plane import DataPlane
 from polar.harnesses import build_environment, filter_environment, load_harness
 from polar.harnesses.base import Harness, SetupRequest, write_setup
-from polar.plugins import names
+from polar.plugins import load_all
 from polar.records.exchange import Exchange
 from polar.records.session import Session
 
@@ -64,8 +64,8 @@ def find_installed_agents(wanted: Sequence[str] = (), folders: Sequence[Path] = 
     """The built-in agent, and harnesses on PATH or in one of the folders: those with these names (default: all)."""
     search = os.pathsep.join([*(str(folder.absolute()) for folder in folders), os.environ.get("PATH", os.defpath)])
     found = {BUILT_IN: Agent(BUILT_IN, (sys.executable, str(_AGENT), TASK), "", None)}
-    for name in names("harnesses"):
-        preset = load_harness(name)
+    for name, harness in load_all("harnesses").items():
+        preset: Harness = harness()
         if preset.package is None:  # no agent of its own
             continue
         command, *rest = preset.build_command(TASK, {})

@@ -23,7 +23,7 @@ from polar.errors import ConfigError
 from polar.node.local import LocalRollout
 from polar.records.result import SessionResult
 from polar.records.task import TaskRequest
-from polar.rollout.overrides import Overrides
+from polar.tasks.overrides import Overrides
 
 
 def run(

@@ -35,17 +35,13 @@ class Told(ScriptedServer):
         super().__init__(*arguments, **options)
         self.prompts: list[list[int]] = []
 
-    def _app(self) -> web.Application:
-        app = super()._app()
-
         @web.middleware
         async def hear(request: web.Request, handler: Handler) -> web.StreamResponse:
             if request.path.endswith("generate"):
                 self.prompts.append((await request.json())["token_ids"])
             return await handler(request)
 
-        app.middlewares.append(hear)
-        return app
+        self.server.app.middlewares.append(hear)
 
 
 def user(text: str) -> dict[str, Any]:

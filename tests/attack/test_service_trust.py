@@ -32,9 +32,9 @@ from polar.store import session_copy
 from polar.store.rows import ExchangeRow, SessionRow
 from polar.store.session_copy import SessionCopy
 from polar.store.sqlite import open_sqlite_store
+from polar.testing.conversations import Talk, said
 from tests.attack.parts import Wire, comes_true
 from tests.integration.stack import running
-from tests.unit.export.samples import Talk, said
 from tests.unit.rollout.listening import listening
 from tests.unit.rollout.served import NODE, Served, page_of, served, task
 

@@ -14,10 +14,10 @@ from polar.runtimes import seccomp
 from polar.runtimes.base import Limits, Runtime, SandboxError
 from polar.runtimes.containers.backend import STATE_LABEL
 from polar.runtimes.containers.cli import ContainerCli
+from polar.testing import leftovers
+from polar.testing.runtimes import EVERYTHING, MarkedRuntimes, RuntimeContract
 from tests.attack import sandbox_attacks as attacks
-from tests.contract import left
 from tests.contract.image import OTHER, PLAIN, ensure_image
-from tests.contract.runtimes import EVERYTHING, Place, RuntimeContract
 
 FILL = "for i in $(seq 60); do setsid sleep 60 >/dev/null 2>&1 & done"
 END_ALL = """for p in /proc/[0-9]*; do
@@ -36,8 +36,8 @@ class ContainerContract(RuntimeContract):
     @classmethod
     def engine(cls, tmp_path_factory: pytest.TempPathFactory) -> str:
         """The engine's program, with the images that the tests need."""
-        kind = cls.kind_class(tmp_path_factory.mktemp("state"), "http://127.0.0.1:9")
-        if (why := asyncio.run(kind.unavailable())) is not None:
+        kind = cls.plugin(tmp_path_factory.mktemp("state"), "http://127.0.0.1:9")
+        if (why := asyncio.run(kind.check_availability())) is not None:
             pytest.skip(f"no {kind.name} here: {why}")
         for image in (PLAIN, OTHER):
             ensure_image(kind.name, image)
@@ -62,19 +62,19 @@ class ContainerContract(RuntimeContract):
         monkeypatch.setattr(ContainerCli, "call", noting)
         return asked
 
-    async def test_system_calls_are_refused_as_the_table_says(self, place: Place) -> None:
+    async def test_system_calls_are_refused_as_the_table_says(self, runtimes: MarkedRuntimes) -> None:
         table = dict(seccomp.list_denied(seccomp.NO_ALLOWANCES, own_users=False))
         numbers = {call.name: getattr(call, str(seccomp.supported_architecture())) for call in table}
         asked = json.dumps([it for it in numbers.items() if it[1] is not None]).encode()
         wanted = {call.name: answer for call, answer in table.items() if numbers[call.name] is not None}
 
         async def told(runtime: Runtime, program: str) -> dict[str, Any]:
-            output = place.scratch / "told"
+            output = runtimes.scratch / "told"
             done = await runtime.run(["python3", "-c", program], stdin=asked, output=output)
             assert done.exit_code == 0, output.read_text()
             return dict(json.loads(output.read_text()))
 
-        runtime = await place.new()
+        runtime = await runtimes.new()
         assert (await told(runtime, attacks.CALLS))["answers"] == wanted
         assert await told(runtime, attacks.FAMILIES) == {
             "opened": [],
@@ -83,148 +83,152 @@ class ContainerContract(RuntimeContract):
             "netlink": [],
         }
         assert await told(runtime, attacks.NAMESPACES) == {"clone3": 38, "unshare": [], "clone": [], "setns": []}
-        other = await place.new(seccomp=("keyctl",))
+        other = await runtimes.new(seccomp=("keyctl",))
         answers = (await told(other, attacks.CALLS))["answers"]
         assert {name for name in answers if answers[name] != wanted[name]} == {"keyctl"}
 
-    async def test_a_cancelled_creation_leaves_nothing(self, place: Place) -> None:
-        creating = asyncio.create_task(place.kind.create(place.new_id(), place.spec()))
+    async def test_a_cancelled_creation_leaves_nothing(self, runtimes: MarkedRuntimes) -> None:
+        creating = asyncio.create_task(runtimes.backend.create(runtimes.new_id(), runtimes.spec()))
         await asyncio.sleep(0.01)  # the engine was asked, and has not answered
         creating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await creating
 
-    async def test_the_users_of_images_own_what_is_made_for_them(self, place: Place) -> None:
-        runtime = await place.new(image=OTHER)
+    async def test_the_users_of_images_own_what_is_made_for_them(self, runtimes: MarkedRuntimes) -> None:
+        runtime = await runtimes.new(image=OTHER)
         await runtime.put(b"", "/home/agent/.config/tool/settings")
         script = "id -un; touch here ~/there ~/.config/new && rm ~/.config/tool/settings && rmdir ~/.config/tool"
-        ran = await place.shell(runtime, script)
+        ran = await runtimes.shell(runtime, script)
         assert (ran.output, ran.code) == ("agent\n", 0)
 
-    async def test_the_users_of_images_own_what_is_put_when_all_is_dead(self, place: Place) -> None:
-        runtime = await place.new(image=OTHER)
-        before = await place.shell(runtime, "stat -c %u:%g / /etc /etc/passwd")
+    async def test_the_users_of_images_own_what_is_put_when_all_is_dead(self, runtimes: MarkedRuntimes) -> None:
+        runtime = await runtimes.new(image=OTHER)
+        before = await runtimes.shell(runtime, "stat -c %u:%g / /etc /etc/passwd")
         await runtime.stop()
-        source = place.scratch / "source"
+        source = runtimes.scratch / "source"
         (source / "etc").mkdir(parents=True)
         (source / "etc/new").write_text("")
         (source / "link").symlink_to("etc/new")
         await runtime.put(source, "/")
         await runtime.put(b"", "/home/agent/.config/tool/settings")
         await runtime.restart()
-        assert (await place.shell(runtime, "stat -c %u:%g / /etc /etc/passwd")).output == before.output
+        assert (await runtimes.shell(runtime, "stat -c %u:%g / /etc /etc/passwd")).output == before.output
         made = "/etc/new /link ~/.config ~/.config/tool ~/.config/tool/settings"
-        assert set((await place.shell(runtime, f"stat -c %u:%g {made}")).output.split()) == {"1000:1000"}
+        assert set((await runtimes.shell(runtime, f"stat -c %u:%g {made}")).output.split()) == {"1000:1000"}
 
-    async def test_volumes_can_be_read_when_all_is_dead(self, place: Place) -> None:
-        runtime = await place.new(image=OTHER)
-        await place.shell(runtime, "echo kept > /data/file")
+    async def test_volumes_can_be_read_when_all_is_dead(self, runtimes: MarkedRuntimes) -> None:
+        runtime = await runtimes.new(image=OTHER)
+        await runtimes.shell(runtime, "echo kept > /data/file")
         await runtime.stop()
-        await runtime.get("/data/file", place.scratch / "file")
-        assert (place.scratch / "file").read_text() == "kept\n"
+        await runtime.get("/data/file", runtimes.scratch / "file")
+        assert (runtimes.scratch / "file").read_text() == "kept\n"
 
-    async def test_keys_are_not_told_to_the_machine(self, place: Place, engine: str) -> None:
-        runtime = await place.new(env={"KEY": "sk-of-the-runtime"})
-        running = asyncio.create_task(place.shell(runtime, "touch up; sleep 60", env={"KEY2": "sk-of-the-command"}))
-        await place.shell(runtime, WAIT, timeout=30)
+    async def test_keys_are_not_told_to_the_machine(self, runtimes: MarkedRuntimes, engine: str) -> None:
+        runtime = await runtimes.new(env={"KEY": "sk-of-the-runtime"})
+        running = asyncio.create_task(runtimes.shell(runtime, "touch up; sleep 60", env={"KEY2": "sk-of-the-command"}))
+        await runtimes.shell(runtime, WAIT, timeout=30)
         assert "sk-of-the" not in _command_lines() + _call(engine, "inspect", f"polar-{runtime.id}")
         await runtime.stop()
         await running
 
-    async def test_a_full_container_is_not_our_failure(self, place: Place) -> None:
+    async def test_a_full_container_is_not_our_failure(self, runtimes: MarkedRuntimes) -> None:
         self.needs("processes")
-        runtime = await place.new(limits=Limits(processes=20))
+        runtime = await runtimes.new(limits=Limits(processes=20))
         await runtime.run(["sh", "-c", FILL])
-        assert (await place.shell(runtime, "echo alive")).output == "alive\n"
+        assert (await runtimes.shell(runtime, "echo alive")).output == "alive\n"
         assert (await runtime.run(["sh", "-c", "(true); exit 0"])).exit_code == 2  # can't fork
 
-    async def test_others_containers_are_left_alone(self, place: Place, engine: str) -> None:
-        id = place.new_id()
+    async def test_others_containers_are_left_alone(self, runtimes: MarkedRuntimes, engine: str) -> None:
+        id = runtimes.new_id()
         container = _call(engine, "create", "--name", f"polar-{id}", "--label", "polar.runtime=another", PLAIN, "true")
         try:
             with pytest.raises(SandboxError):
-                await place.kind.create(id, place.spec())
-            assert await place.kind.sweep() == []
+                await runtimes.backend.create(id, runtimes.spec())
+            assert await runtimes.backend.sweep() == []
             _call(engine, "inspect", container)
         finally:
             _call(engine, "rm", container)
 
-    async def test_a_container_that_what_runs_inside_has_ended_is_not_our_failure(self, place: Place) -> None:
+    async def test_a_container_that_what_runs_inside_has_ended_is_not_our_failure(
+        self, runtimes: MarkedRuntimes
+    ) -> None:
         """The first process can't start its sleep again: no process is left to it."""
         self.needs("processes")
-        runtime = await place.new(limits=Limits(processes=20))
+        runtime = await runtimes.new(limits=Limits(processes=20))
         await runtime.run(["sh", "-c", f"touch up; {FILL}"])
-        others = [asyncio.create_task(place.shell(runtime, f": > up{i}; exec sleep 60")) for i in range(2)]
-        await place.shell(runtime, "until [ -e up0 -a -e up1 ]; do :; done", timeout=30)
+        others = [asyncio.create_task(runtimes.shell(runtime, f": > up{i}; exec sleep 60")) for i in range(2)]
+        await runtimes.shell(runtime, "until [ -e up0 -a -e up1 ]; do :; done", timeout=30)
         for script in (END_ALL, "echo alive"):
-            assert (await place.shell(runtime, script, timeout=30)).code == 137
+            assert (await runtimes.shell(runtime, script, timeout=30)).code == 137
         assert [ran.code for ran in await asyncio.gather(*others)] == [137, 137]
         await runtime.stop()
-        await runtime.get("/workspace/up", place.scratch / "up")
+        await runtime.get("/workspace/up", runtimes.scratch / "up")
 
-    async def test_a_container_that_somebody_removes_is_the_platforms_failure(self, place: Place, engine: str) -> None:
-        runtime = await place.new()
-        running = asyncio.create_task(place.shell(runtime, "touch up; sleep 60"))
-        await place.shell(runtime, WAIT, timeout=30)
+    async def test_a_container_that_somebody_removes_is_the_platforms_failure(
+        self, runtimes: MarkedRuntimes, engine: str
+    ) -> None:
+        runtime = await runtimes.new()
+        running = asyncio.create_task(runtimes.shell(runtime, "touch up; sleep 60"))
+        await runtimes.shell(runtime, WAIT, timeout=30)
         _call(engine, "rm", "--force", f"polar-{runtime.id}")
         with pytest.raises(SandboxError):
             await running
 
     async def test_an_image_is_built_from_a_folder_once_for_each_content(
-        self, place: Place, engine: str, built: list[str]
+        self, runtimes: MarkedRuntimes, engine: str, built: list[str]
     ) -> None:
-        folder = place.scratch / "environment"
+        folder = runtimes.scratch / "environment"
         (folder / "data").mkdir(parents=True)
-        lines = (f"FROM {PLAIN}", "COPY data /data", f"RUN echo {place.mark} > /made", "USER agent")
+        lines = (f"FROM {PLAIN}", "COPY data /data", f"RUN echo {runtimes.mark} > /made", "USER agent")
         (folder / "Dockerfile").write_text("\n".join(lines))
         (folder / "data/file").write_text("one")
         image = f"build:{folder}"
-        one, other = await asyncio.gather(place.new(image=image), place.new(image=image))
+        one, other = await asyncio.gather(runtimes.new(image=image), runtimes.new(image=image))
         for runtime in (one, other):
-            ran = await place.shell(runtime, "cat /made /data/file; id -un; touch here")
-            assert (ran.output, ran.code) == (f"{place.mark}\noneagent\n", 0)
+            ran = await runtimes.shell(runtime, "cat /made /data/file; id -un; touch here")
+            assert (ran.output, ran.code) == (f"{runtimes.mark}\noneagent\n", 0)
         assert len(built) == 1
-        elsewhere = place.scratch / "elsewhere"
+        elsewhere = runtimes.scratch / "elsewhere"
         shutil.copytree(folder, elsewhere)
-        await place.kind.prepare(f"build:{elsewhere}")
+        await runtimes.backend.prepare(f"build:{elsewhere}")
         assert len(built) == 1
         (elsewhere / "data/file").write_text("two")
-        assert (await place.shell(await place.new(image=f"build:{elsewhere}"), "cat /data/file")).output == "two"
+        assert (await runtimes.shell(await runtimes.new(image=f"build:{elsewhere}"), "cat /data/file")).output == "two"
         assert len(built) == 2
-        await place.kind.close()
+        await runtimes.backend.close()
         for name in built:
             _call(engine, "rmi", "--force", name)
 
-    async def test_a_build_that_fails_says_what_it_printed(self, place: Place, engine: str) -> None:
-        folder = place.scratch / "environment"
+    async def test_a_build_that_fails_says_what_it_printed(self, runtimes: MarkedRuntimes, engine: str) -> None:
+        folder = runtimes.scratch / "environment"
         folder.mkdir()
         with pytest.raises(SandboxError, match="Dockerfile"):
-            await place.kind.prepare(f"build:{folder}")
-        (folder / "Dockerfile").write_text(f"FROM {PLAIN}\nRUN echo so it is {place.mark}; exit 3\n")
+            await runtimes.backend.prepare(f"build:{folder}")
+        (folder / "Dockerfile").write_text(f"FROM {PLAIN}\nRUN echo so it is {runtimes.mark}; exit 3\n")
         for _ in range(2):
             with pytest.raises(SandboxError, match=r"(?s)can't be built.*so it is.*3"):
-                await place.kind.prepare(f"build:{folder}")
-        assert place.mark not in _call(engine, "ps", "--all", "--no-trunc", "--format", "{{.Command}}")
+                await runtimes.backend.prepare(f"build:{folder}")
+        assert runtimes.mark not in _call(engine, "ps", "--all", "--no-trunc", "--format", "{{.Command}}")
         (folder / "Dockerfile").write_text("FROM localhost:1/no-such-image\n")
         with pytest.raises(SandboxError, match="no-such-image"):
-            await place.kind.prepare(f"build:{folder}")
+            await runtimes.backend.prepare(f"build:{folder}")
 
-    async def test_a_build_ends_with_its_kind(self, place: Place) -> None:
-        folder = place.scratch / "environment"
+    async def test_a_build_ends_with_its_kind(self, runtimes: MarkedRuntimes) -> None:
+        folder = runtimes.scratch / "environment"
         folder.mkdir()
-        (folder / "Dockerfile").write_text(f"FROM {PLAIN}\nRUN MARK={place.mark} sleep 300\n")
-        preparing = asyncio.create_task(place.kind.prepare(f"build:{folder}"))
-        while not preparing.done() and "sleep" not in "".join(left.processes(place.mark)):  # noqa: ASYNC110
+        (folder / "Dockerfile").write_text(f"FROM {PLAIN}\nRUN MARK={runtimes.mark} sleep 300\n")
+        preparing = asyncio.create_task(runtimes.backend.prepare(f"build:{folder}"))
+        while not preparing.done() and "sleep" not in "".join(leftovers.list_processes(runtimes.mark)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        await place.kind.close()
+        await runtimes.backend.close()
         with pytest.raises(asyncio.CancelledError):
             await preparing
 
-    async def test_an_image_that_is_nowhere_is_named(self, place: Place) -> None:
+    async def test_an_image_that_is_nowhere_is_named(self, runtimes: MarkedRuntimes) -> None:
         with pytest.raises(SandboxError, match="no-such-image"):
-            await place.kind.prepare("localhost:1/no-such-image")
+            await runtimes.backend.prepare("localhost:1/no-such-image")
         with pytest.raises(SandboxError, match="needs an image"):
-            await place.kind.prepare(None)
+            await runtimes.backend.prepare(None)
 
 
 def _call(*command: str) -> str:

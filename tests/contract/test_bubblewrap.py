@@ -6,7 +6,7 @@ import pytest
 from polar.runtimes.bubblewrap import Bubblewrap
 from polar.runtimes.bubblewrap.privileges import may_mount
 from polar.runtimes.cgroups import CgroupHierarchies
-from tests.contract.runtimes import EVERYTHING, Promise, RuntimeContract
+from polar.testing.runtimes import EVERYTHING, Promise, RuntimeContract
 
 pytestmark = pytest.mark.runtimes
 
@@ -20,5 +20,5 @@ def _kept() -> frozenset[Promise]:
 
 
 class TestBubblewrap(RuntimeContract):
-    kind_class = Bubblewrap
+    plugin = Bubblewrap
     promises = _kept()

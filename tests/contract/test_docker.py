@@ -9,4 +9,4 @@ pytestmark = pytest.mark.containers
 
 
 class TestDocker(ContainerContract):
-    kind_class = Docker
+    plugin = Docker

@@ -4,7 +4,7 @@ import pytest
 
 from polar.runtimes.cgroups import CgroupHierarchies
 from polar.runtimes.local import Local
-from tests.contract.runtimes import Promise, RuntimeContract
+from polar.testing.runtimes import Promise, RuntimeContract
 
 _LIMITS: frozenset[Promise] = frozenset({"memory", "processes", "cpu"})
 
@@ -12,5 +12,5 @@ pytestmark = pytest.mark.runtimes
 
 
 class TestLocal(RuntimeContract):
-    kind_class = Local
+    plugin = Local
     promises = frozenset() if CgroupHierarchies.detect().missing_controllers else _LIMITS

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract import left, ordinary_user
+from polar.testing import leftovers
+from tests.contract import ordinary_user
 
 CONTRACT = "tests/contract/test_bubblewrap.py"
 PODMAN = "tests/contract/test_podman.py"
@@ -46,7 +47,7 @@ def run_suite(folder: Path, *arguments: str, options: tuple[str, ...] = (), mark
     for file in (folder / "run").rglob("pause.pid"):  # podman's own, which keeps its user namespace
         os.kill(int(file.read_text()), signal.SIGKILL)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-4000:]
-    assert left.processes(secret, children=False) == []
+    assert leftovers.list_processes(secret, children=False) == []
 
 
 @pytest.mark.runtimes

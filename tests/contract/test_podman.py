@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from polar.runtimes.containers import Podman
+from polar.testing.runtimes import EVERYTHING, Promise
 from tests.contract.containers import ContainerContract
-from tests.contract.runtimes import EVERYTHING, Promise
 
 pytestmark = pytest.mark.containers
 
@@ -20,5 +20,5 @@ def _kept() -> frozenset[Promise]:
 
 
 class TestPodman(ContainerContract):
-    kind_class = Podman
+    plugin = Podman
     promises = _kept()

@@ -10,8 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))  # Polar is not installed there
 
 from polar.models.conversion import convert
-from polar.models.default import fetch_weights
-from polar.models.progress import SilentProgress
+from polar.models.default import SilentProgress, fetch_weights
 
 
 def main(folder: Path) -> None:

@@ -24,11 +24,7 @@ class Listening(ScriptedServer):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.heard: list[dict[str, Any]] = []
-
-    def _app(self) -> web.Application:
-        app = super()._app()
-        app.middlewares.append(self._hear)
-        return app
+        self.server.app.middlewares.append(self._hear)
 
     @property
     def _hear(self) -> Any:

@@ -8,7 +8,7 @@ import anthropic
 import pytest
 
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
-from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
+from polar.engines.scripted.play import ScriptedCall as PlayedCall
 from tests.integration.clients import MODEL, PNG, Messages, Wish, tool
 from tests.integration.listening import Gateway, exact, gateway
 

@@ -45,8 +45,7 @@ async def test_others_go_on_while_a_long_prompt_is_made(tmp_path: Path) -> None:
     server = {"beat_seconds": 0.05, "lease_seconds": 600}
     async with running(tmp_path, server=server) as stack:
         await ask(stack, stack.key, LONG + "once")  # from here on there is a process
-        workers = stack.service.data_plane.gateway.prompt_renderer.workers
-        assert workers is not None
+        (workers,) = stack.service.data_plane.gateway.prompt_renderer.models.worker_pools
         (pid,) = workers.process_ids
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -17,8 +17,8 @@ from aiohttp.test_utils import TestServer
 from yarl import URL
 
 from polar.engines.scripted import PlaySet, ScriptedTurn
+from polar.engines.scripted.play import ScriptedCall as PlayedCall
 from polar.engines.scripted.play import TurnContext
-from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
 from polar.gateway import view
 from polar.records.exchange import Exchange
 from polar.trajectory.builders import prefix_merging

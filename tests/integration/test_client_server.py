@@ -196,7 +196,7 @@ def test_engines_may_come_later(tmp_path: Path) -> None:
             assert [replica["version"] for replica in client.add_engine(url, 3)["replicas"]] == [3]
             (result,) = client.wait(["asks"], timeout=300)
             assert result.trajectory is not None
-            assert {version for trace in result.trajectory.traces for version in trace.policy_versions} == {3}  # type: ignore[attr-defined]
+            assert {version for trace in result.trajectory.traces for version in trace.policy_versions} == {3}
         finally:
             engine.terminate()
             server.stop()

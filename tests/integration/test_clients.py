@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
-from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
+from polar.engines.scripted.play import ScriptedCall as PlayedCall
 from tests.conditions import wait_until
 from tests.integration.clients import (
     CLIENTS,

@@ -18,7 +18,7 @@ import pytest
 
 from polar.cli.verify import verify_sessions
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
-from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
+from polar.engines.scripted.play import ScriptedCall as PlayedCall
 from polar.gateway.data_plane import DataPlane
 from polar.records.exchange import Exchange
 from polar.trajectory import session as sessions

@@ -13,8 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from polar.config import EngineSettings
-from polar.engines.embedded.engine import EmbeddedEngine
-from polar.engines.embedded.engine_process import EngineProcess
+from polar.engines.embedded.engine import EmbeddedEngine, EngineProcess
 from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.embedded.server import EmbeddedServer
 from polar.engines.embedded.weights import WeightUpdate, save_update

@@ -1,6 +1,7 @@
 """Engines by run, replicas that come and go under calls, and engines that sleep: over HTTP, as in real life."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
-from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.scripted import TOKENIZER_FOLDER, Play, ScriptedServer, ScriptedTurn
 from polar.gateway.data_plane import DataPlane
 from polar.gateway.meter import Meter
 from polar.records.exchange import Exchange
@@ -226,3 +227,62 @@ async def test_a_part_of_the_scripted_engine_can_be_woken_first() -> None:
             assert await get(http, f"{engine.url}/is_sleeping") == {"is_sleeping": asleep}
         async with http.post(f"{engine.url}/wake_up?tags=nothing") as response:
             assert response.status == 400
+
+
+def make_other_vocabulary(folder: Path) -> Path:
+    """The scripted engine's tokenizer, with two of its control tokens interchanged."""
+    shutil.copytree(TOKENIZER_FOLDER, folder)
+    file = folder / "tokenizer.json"
+    text = file.read_text().replace("<think>", "<swap>").replace("</think>", "<think>").replace("<swap>", "</think>")
+    file.write_text(text)
+    return folder
+
+
+async def test_an_engine_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    other = make_other_vocabulary(tmp_path / "other")
+    async with (
+        running(tmp_path / "data") as stack,
+        ScriptedServer(SHORT, model="other", tokenizer=other) as engine,
+        aiohttp.ClientSession() as http,
+    ):
+        async with http.post(f"{stack.service.control_url}/engines", json={"url": engine.url, "run": "mine"}) as answer:
+            refusal = (await answer.json())["detail"]
+            assert answer.status == 502
+        assert refusal.startswith(f"{engine.url} serves other with another vocabulary than {TOKENIZER_FOLDER}")
+        assert "the run mine" in refusal
+        shown = await get(http, f"{stack.service.control_url}/engines?run=mine")
+        assert [replica["url"] for replica in shown["replicas"]] == [stack.engine.url]
+        assert (await get(http, f"{engine.url}/scripted/log"))["requests"] == 0
+
+
+async def test_each_run_has_the_model_that_it_names(tmp_path: Path) -> None:
+    other = make_other_vocabulary(tmp_path / "other")
+    async with (
+        running(tmp_path / "data", SHORT) as stack,
+        ScriptedServer(SHORT, model="other", tokenizer=other) as engine,
+        ScriptedServer() as third,
+        aiohttp.ClientSession() as http,
+    ):
+        control = stack.service.control_url
+        named = {"engine": {"model": "other", "tokenizer": str(other)}}
+        async with http.put(f"{control}/runs/mine", json=named) as answer:
+            assert (answer.status, (await answer.json())["engine"]["model"]) == (200, "other")
+        session, key = await stack.service.sessions.create({}, "mine")
+        assert b"no engine" in await ask(http, stack.url, key)  # those of the default run have another model
+        async with http.post(f"{control}/engines", json={"url": stack.engine.url, "run": "mine"}) as answer:
+            assert answer.status == 422
+        async with http.post(f"{control}/engines", json={"url": third.url, "run": "mine"}) as answer:
+            refusal = (await answer.json())["detail"]
+            assert answer.status == 502
+        assert refusal.startswith(f"{third.url} serves scripted, and the run mine has the model other")
+        async with http.post(f"{control}/engines", json={"url": engine.url, "run": "mine"}) as answer:
+            assert answer.status == 200, await answer.text()
+        for of_run in (key, stack.key):
+            await ask(http, stack.url, of_run)
+        ours = (await stack.exchanges(session.session_id))[-1]
+        (theirs,) = await stack.exchanges()
+        assert (ours.replica, theirs.replica) == (engine.url, stack.engine.url)
+        for exchange, tokenizer in ((ours, engine.tokenizer), (theirs, stack.engine.tokenizer)):
+            assert exchange.continuation == "rendered"
+            assert exchange.prompt_ids is not None
+            assert tokenizer.decode(exchange.prompt_ids.tolist()).startswith("<|im_start|>user\nhi<|im_end|>")

@@ -10,7 +10,7 @@ from google import genai
 from google.genai import types as gt
 
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
-from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
+from polar.engines.scripted.play import ScriptedCall as PlayedCall
 from tests.integration.clients import GOOGLE_WARNS, MODEL, Gemini, Output, Wish, tool
 from tests.integration.listening import Gateway, exact, gateway, raw_http
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from polar.engines.desired_state import DesiredEngines
+from polar.engines.base import DesiredEngines
 from polar.errors import ConfigError, StoreError
 from polar.node.finished_session import FinishedSession
 from polar.node.worker import Worker, WorkerContext

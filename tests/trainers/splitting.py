@@ -4,7 +4,8 @@ import msgspec
 import numpy as np
 
 from polar.export.base import SessionItem
-from polar.records.trajectory import Span, Trace
+from polar.records.spans import Span
+from polar.records.trajectory import Trace
 
 
 def split(item: SessionItem) -> SessionItem:

@@ -11,7 +11,7 @@ from polar.export.base import Exporter, SessionItem
 from polar.export.huggingface import HuggingFaceExporter
 from polar.export.preference import PreferenceExporter
 from polar.export.sft_tokens import SftTokensExporter
-from tests.unit.export.samples import exported
+from polar.testing.conversations import exported
 from tests.unit.export.test_data_formats import answer
 from tests.unit.export.test_messages import two_turns
 from tests.unit.train import tiny

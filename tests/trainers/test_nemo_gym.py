@@ -12,17 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from polar.bridges.export_item import to_export_item
 from polar.bridges.nemo_gym import split_traces
 from polar.bridges.nemo_rl import SessionAdvantageEstimator, build_batch
 from polar.client.async_client import AsyncClient
 from polar.export.atif import AtifExporter
+from polar.export.base import SessionItem
 from polar.records.trajectory import Trace
 from polar.tasks.reader import read
+from polar.testing.conversations import Talk, exported, said
 from tests.bridging import TOKEN, Served, served, task
 from tests.trainers.running import NEWER, ROOT, found_by
 from tests.unit.bridges import nemo_contract as nemo_rl
-from tests.unit.export.samples import Talk, exported, said
 
 pytestmark = pytest.mark.trainers
 
@@ -51,7 +51,7 @@ def asked(it: Served, folder: Path) -> dict[str, Any]:
 
 async def recorded(it: Served, names: list[str]) -> list[list[Trace]]:
     async with AsyncClient(it.url, TOKEN) as client:
-        return [to_export_item((await client.task(name)).results[0]).trajectory.traces for name in names]
+        return [SessionItem.from_result((await client.task(name)).results[0]).trajectory.traces for name in names]
 
 
 def tokens(row: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges.export_item import to_export_item
 from polar.client.async_client import AsyncClient
 from polar.export.base import SessionItem
 from tests.bridging import TOKEN, Served, served
@@ -65,7 +64,7 @@ async def seen(it: Served) -> tuple[list[int], list[list[SessionItem]], list[int
         versions = [replica["version"] for replica in (await client.policy())["replicas"]]
     return (
         versions,
-        [[to_export_item(one) for one in task.results] for task in trained],
+        [[SessionItem.from_result(one) for one in task.results] for task in trained],
         [len(t.results) for t in evaluated],
     )
 

@@ -24,8 +24,8 @@ from polar.export.tinker import TinkerExporter
 from polar.export.trl import TrlExporter
 from polar.export.verl import VerlExporter
 from polar.records.trajectory import SessionPaths
-from tests.unit.export.samples import Talk, exported, item, said
-from tests.unit.trajectory.samples import path
+from polar.testing.conversations import Talk, exported, item, said
+from polar.testing.token_paths import path
 
 pytestmark = pytest.mark.trainers
 

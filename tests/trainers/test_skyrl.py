@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges.export_item import to_export_item
 from polar.client.async_client import AsyncClient, ClientError
 from polar.export.base import SessionItem
 from tests.bridging import TOKEN, Served, served
@@ -55,7 +54,7 @@ async def seen(it: Served) -> tuple[list[int], list[list[list[SessionItem]]]]:
         for step in (1, 2):
             names = [f"skyrl/train-{step}/{task}" for task in TASKS]
             known = [await client.task(name) for name in names if await has(client, name)]
-            steps.append([[to_export_item(result) for result in one.results] for one in known])
+            steps.append([[SessionItem.from_result(result) for result in one.results] for one in known])
         return [replica["version"] for replica in (await client.policy())["replicas"]], steps
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from polar.bridges.export_item import to_export_item
 from polar.client.async_client import AsyncClient
+from polar.export.base import SessionItem
 from polar.records.trajectory import Trace
 from tests.bridging import TOKEN, Served, served, task
 from tests.trainers.running import found_by
@@ -40,7 +40,7 @@ def sample(trace: Trace) -> dict[str, Any]:
 async def recorded(it: Served, names: list[str]) -> list[list[dict[str, Any]]]:
     async with AsyncClient(it.url, TOKEN) as client:
         results = [(await client.task(name)).results[0] for name in names]
-    return [[sample(trace) for trace in to_export_item(result).trajectory.traces] for result in results]
+    return [[sample(trace) for trace in SessionItem.from_result(result).trajectory.traces] for result in results]
 
 
 def test_a_step_from_its_own_evaluation(tmp_path: Path) -> None:

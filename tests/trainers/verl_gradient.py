@@ -20,10 +20,10 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from polar.bridges.export_item import to_export_item
 from polar.bridges.rollouts import get_shared_groups
 from polar.bridges.verl.agent_loop import AgentLoop, build_outputs
 from polar.client.async_client import AsyncClient
+from polar.export.base import SessionItem
 from polar.export.verl import to_data_proto, trajectory_keys
 
 SESSIONS = 4
@@ -40,7 +40,7 @@ async def sessions(settings: dict[str, Any], config: Any) -> tuple[list[Rows], l
     async with AsyncClient(settings["server"], settings["token"]) as client:
         found = {}
         async for result in client.results(builder="per_request", follow=False):
-            found[result.session_id] = build_outputs(to_export_item(result))
+            found[result.session_id] = build_outputs(SessionItem.from_result(result))
     await get_shared_groups(loop._settings).rollouts.close()
     split = [found[rows[0]["extra_fields"]["session_id"]] for rows in merged]
     return merged, split

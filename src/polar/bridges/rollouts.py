@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
-from polar.bridges.export_item import to_export_item
 from polar.bridges.settings import BridgeSettings
 from polar.client.async_client import AsyncClient
 from polar.client.closeable import AsyncCloseable
@@ -23,6 +22,7 @@ from polar.client.submission import load_tasks
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
+from polar.records import wire
 from polar.records.experts import Experts
 from polar.records.result import SessionResult
 from polar.records.task import TaskRequest
@@ -152,7 +152,7 @@ class RolloutClient(AsyncCloseable):
             else:
                 left_out[reason] += 1
         return SessionGroup(
-            task, asked.task_id, asked.num_samples, [to_export_item(result) for result in kept], kept, left_out
+            task, asked.task_id, asked.num_samples, [SessionItem.from_result(result) for result in kept], kept, left_out
         )
 
 
@@ -172,14 +172,14 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def _find_problems(result: SessionResult) -> list[Problem]:
-    return check_received(to_export_item(result).trajectory)
+    return check_received(wire.trajectory_from_result(result))
 
 
 def _find_exclusion_reason(result: SessionResult) -> str | None:
     """Why a session can't be trained on."""
     if result.reward is None:
         return result.reason or "no_reward"
-    if result.metadata.get("stale"):
+    if result.stale:
         return "stale"
     if not result.trajectory.traces:
         return "nothing_to_train"

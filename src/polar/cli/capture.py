@@ -31,7 +31,7 @@ from polar.harnesses import build_environment, filter_environment, find_by_comma
 from polar.harnesses.base import SetupRequest, write_setup
 from polar.records.exchange import Exchange
 from polar.records.session import Verdict
-from polar.records.trajectory import ExcludedSpan
+from polar.records.spans import ExcludedSpan
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import read_session_paths
 

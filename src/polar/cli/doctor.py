@@ -19,10 +19,9 @@ from polar.config import Settings
 from polar.engines.pool import EnginePool
 from polar.engines.probe import Finding, probe_engine
 from polar.folders import make_private_folder
-from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
 from polar.harnesses.cache import cache_folder, find_damage, list_installations
-from polar.plugins import load, names
+from polar.plugins import list_problems, load_all
 from polar.runtimes.base import RuntimeBackend
 from polar.runtimes.trial import run_trial
 
@@ -71,7 +70,17 @@ async def _probe_engines(settings: Settings) -> dict[str, list[Finding]]:
 
 def _check_machine(data: Path) -> list[Finding]:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    return [Finding("Python", sys.version_info >= (3, 11), version, "3.11 or newer is needed"), _check_store(data)]
+    return [
+        Finding("Python", sys.version_info >= (3, 11), version, "3.11 or newer is needed"),
+        _check_store(data),
+        *_check_plugins(),
+    ]
+
+
+def _check_plugins() -> list[Finding]:
+    """A row for each that is left out."""
+    advice = "mend or remove its package; nothing else needs it"
+    return [Finding("plug-in", False, problem, advice) for problem in list_problems()]
 
 
 class _RuntimeFinding(Struct):
@@ -80,14 +89,17 @@ class _RuntimeFinding(Struct):
 
 
 async def _check_runtimes(settings: Settings, data: Path) -> list[_RuntimeFinding]:
-    allowed = settings.node.runtimes or names("runtimes")
+    backends = load_all("runtimes")
+    allowed = settings.node.runtimes or backends
     logging.getLogger("polar.runtimes").setLevel(logging.ERROR)  # its warnings are in the table
     with tempfile.TemporaryDirectory(dir=data if os.access(data, os.W_OK) else None) as state:
-        return [await _check_runtime(name, Path(state), allowed=name in allowed) for name in names("runtimes")]
+        made: dict[str, RuntimeBackend] = {
+            name: backend(Path(state), _UNUSED_GATEWAY_URL) for name, backend in backends.items()
+        }
+        return [await _check_runtime(name, kind, allowed=name in allowed) for name, kind in made.items()]
 
 
-async def _check_runtime(name: str, state: Path, *, allowed: bool) -> _RuntimeFinding:
-    kind: RuntimeBackend = load("runtimes", name)(state, _UNUSED_GATEWAY_URL)
+async def _check_runtime(name: str, kind: RuntimeBackend, *, allowed: bool) -> _RuntimeFinding:
     try:
         why = await (run_trial(kind) if allowed else kind.check_availability())
         missing = kind.list_isolation_gaps() if why is None and allowed else []
@@ -117,7 +129,7 @@ _ROOTLESS_ADVICE = {
 
 def _check_harnesses(settings: Settings) -> list[Finding]:
     cache = cache_folder(settings.node.harness_cache)
-    presets = [load_harness(name) for name in names("harnesses")]
+    presets: list[Harness] = [preset() for preset in load_all("harnesses").values()]
     return [
         _check_harness(preset, cache) for preset in presets if preset.package is not None
     ]  # else: nothing is missing

@@ -1,9 +1,6 @@
 """polar engine: the embedded engine by itself."""
 
-import asyncio
-import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,6 @@ import click
 from pydantic import ValidationError
 
 from polar.cli.common import log_options, run_async
-from polar.cli.up import make_stop_event
 from polar.errors import ConfigError
 from polar.telemetry import logs
 
@@ -29,14 +25,10 @@ from polar.telemetry import logs
 @click.option("--max-requests", type=int, help="that are sampled at the same time [default: 256]")
 @click.option("--max-batch-tokens", type=int, help="in one pass of the model [default: 1024]")
 @click.option("--state", help="file that remembers the last update of the weights, for a restart")
-@click.option("--options", "document", help="all of these as JSON, instead", hidden=True)
-@click.option("--parent", type=int, help="the process with which this one ends", hidden=True)
 @log_options
 def command(
     model: Path | None,
     name: str | None,
-    document: str | None,
-    parent: int | None,
     log_format: logs.LogFormat | None,
     log_level: logs.LogLevel | None,
     **given: Any,
@@ -45,47 +37,18 @@ def command(
     that are replaced in place."""
     from polar.engines.embedded.options import EmbeddedOptions
 
-    if parent is not None:
-        _die_with_parent(parent)
     logs.configure(log_format or "text", log_level or "warning", [])
-    values = json.loads(document) if document else {key: value for key, value in given.items() if value is not None}
     try:
-        options = EmbeddedOptions.model_validate(values)
+        options = EmbeddedOptions.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
         problem = error.errors()[0]
         raise ConfigError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from error
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read when torch is imported
-    run_async(_serve(model, name, options))
-
-
-def _die_with_parent(parent: int) -> None:
-    """Whatever becomes of the one that started us, nothing of this process is left behind."""
-    from polar.runtimes.linux import die_with_parent
-
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before we asked
-        raise SystemExit(1)
-
-
-async def _serve(model: Path | None, name: str | None, options: Any) -> None:
     try:
-        from polar.engines.embedded.server import EmbeddedServer
+        from polar.engines.embedded.server import serve
     except ImportError as error:
         raise ConfigError(
             f"The embedded engine needs the extra `train`: pip install 'polar[train]' ({error})."
         ) from error
-    from polar.models import ensure_default_model, show_progress
-
-    stop = make_stop_event()
-    if model is None:
-        with show_progress() as progress:
-            model = await asyncio.to_thread(ensure_default_model, progress)
-    async with EmbeddedServer(model, options, name=name) as server:
-        click.echo(f"listening on {server.url}")
-        waits = [asyncio.create_task(event.wait()) for event in (stop, server.core.model_failed)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        if server.core.model_failed.is_set():
-            os._exit(1)  # its thread may never end; whoever started this starts it anew
+    run_async(serve(model, options, name=name))

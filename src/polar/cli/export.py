@@ -23,8 +23,8 @@ from polar.errors import ConfigError
 from polar.export.base import Exporter, FolderExporter
 from polar.export.pipeline import Builder, ExportTally, Selection, export, select_items
 from polar.plugins import load, names
-from polar.records.exchange import ExchangeRole
 from polar.records.result import SuspiciousFilter
+from polar.records.spans import ExchangeRole
 from polar.store import open_store
 from polar.trajectory.checker import SessionChecker
 

@@ -17,7 +17,7 @@ from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
 from polar.harnesses.cache import Installation, cache_folder, find_damage, list_installations
 from polar.harnesses.install.tools import Progress
-from polar.plugins import names
+from polar.plugins import load_all
 
 _cache_option = click.option("--cache", help="where they are installed [default: from the settings]")
 
@@ -59,7 +59,7 @@ def install_command(
 def list_command(config_path: Path | None, cache: str | None, as_json: bool) -> None:
     """The known harnesses, and which of them are installed."""
     folder = _cache_folder(config_path, cache)
-    harnesses = [load_harness(name) for name in names("harnesses")]
+    harnesses: list[Harness] = [harness() for harness in load_all("harnesses").values()]
     found = {
         harness.name: [(one, find_damage(one)) for one in list_installations(folder, harness.name)]
         for harness in harnesses

@@ -32,8 +32,8 @@ from polar.gateway.process import tune_process
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.node.task_plan import TaskPlan
+from polar.records.sample import with_task_key
 from polar.records.task import TaskRequest
-from polar.rollout.samples import with_task_key
 from polar.telemetry.logs import LogFormat, LogLevel
 
 

@@ -15,8 +15,8 @@ from polar.cli.common import json_option
 from polar.cli.run_tally import format_count
 from polar.errors import ConfigError
 from polar.records.task import TaskRequest
-from polar.rollout.overrides import Overrides
 from polar.tasks import read_sources, swe_bench
+from polar.tasks.overrides import Overrides
 from polar.tasks.task_files import read_text
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from polar.errors import ConfigError
 from polar.folders import make_private_folder
 from polar.node.finished_session import FinishedSession
 from polar.node.task_plan import TaskPlan
+from polar.records.sample import final_verdict, is_final, sample_key
 from polar.records.session import PLATFORM_REASONS, Verdict
-from polar.rollout.samples import final_verdict, is_final, sample_key
 from polar.store.base import Store
 from polar.types import UsageTotals
 

@@ -5,7 +5,7 @@ sampled: the events that a harness may see, and beside them the token ids and lo
 """
 
 from collections.abc import AsyncGenerator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
@@ -88,6 +88,10 @@ class Engine(Protocol):
         """The prompt's length, without sampling."""
         ...
 
+    async def tokenize(self, text: str) -> list[int] | None:
+        """The ids of a text, without those that a prompt begins or ends with; None where the engine doesn't tell."""
+        ...
+
     async def reports_version_spans(self) -> bool:
         """Whether the engine itself says which weights sampled which tokens."""
         ...
@@ -133,3 +137,43 @@ class LaunchedEngine(Protocol):
     version: int  # of the weights that it began with
 
     async def stop(self) -> None: ...
+
+
+# How engines should be: the replicas of each run, the policy that they hold, and whether they stand still. Whoever has
+# engines makes it so (EngineFleet.apply).
+
+PauseState = Literal["freeze", "hold", "drain", "sleep", "settle"]
+"""settle: frozen calls hear of new weights before any engine goes on."""
+
+
+class DesiredReplica(Struct, frozen=True):
+    url: str
+    version: int = 0
+
+
+class RunEngine(Struct, frozen=True):
+    """What the engines of a run are. None is as `[engine]` says; of another kind or model, as the engine says."""
+
+    kind: str | None = None
+    model: str | None = None
+    tokenizer: str | None = None  # folder or name
+    template_kwargs: dict[str, Any] | None = None
+
+
+class DesiredPool(Struct, frozen=True):
+    replicas: list[DesiredReplica] = []
+    paused: PauseState | None = None
+    since: int = 0  # the generation in which calls were frozen last: who froze them earlier has missed a thaw
+    engine: RunEngine = RunEngine()
+
+    @property
+    def replica_urls(self) -> list[str]:
+        return [replica.url for replica in self.replicas]
+
+
+class DesiredEngines(Struct, frozen=True):
+    """The engines of every run that has some of its own; the others use those of "default"."""
+
+    generation: int = 0  # grows with every change
+    pools: dict[str, DesiredPool] = {}
+    server: str = ""  # whose document it is: another one's numbers can't be compared with its

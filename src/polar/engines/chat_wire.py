@@ -304,7 +304,7 @@ def read_reply(data: bytes) -> tuple[EndpointReply, bytes | None]:
     """A reply, and its prompt's ids as they stand there.
 
     They are most of what an engine sends, so they are cut out before the rest is decoded. Within a JSON string the
-    quotes of `_PROMPT` would be escaped: what is found is the member itself.
+    quotes of `_PROMPT_IDS_KEY` would be escaped: what is found is the member itself.
     """
     start = data.find(_PROMPT_IDS_KEY)
     end = data.find(b"]", start)

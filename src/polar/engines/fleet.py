@@ -4,10 +4,12 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 
+import msgspec
+
 from polar.config import DEFAULT_RUN, EngineSettings
-from polar.engines.base import normalize_engine_url
-from polar.engines.desired_state import DesiredEngines, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredReplica, PauseState, RunEngine, normalize_engine_url
 from polar.engines.pool import EnginePool
+from polar.engines.run_model import RunModel
 from polar.errors import EngineError
 from polar.plugins import load
 
@@ -15,12 +17,12 @@ log = logging.getLogger(__name__)
 
 
 class EngineFleet:
-    """All of them are engines of one kind, with one model and tokenizer: those of the settings."""
+    """Each run has one model. Where it names no kind or model of its own, those of the settings."""
 
     def __init__(self, settings: EngineSettings, default: EnginePool | None = None) -> None:
         """Without a pool to begin with, there is no engine until `apply` names some."""
         self._settings = settings
-        self._pools = {DEFAULT_RUN: default or EnginePool([], settings.max_inflight)}
+        self._pools = {DEFAULT_RUN: default or EnginePool([], RunModel(DEFAULT_RUN, settings))}
         self._generation = -1
         self._frozen_since: dict[str, int] = {}  # by run: the freeze that was heard of last
         self._server: str | None = None  # whose document is in force
@@ -38,7 +40,7 @@ class EngineFleet:
 
     def get_pool(self, run: str) -> EnginePool:
         if run not in self._pools and self._awaits_desired_state:  # it may have engines of its own
-            self._pools[run] = EnginePool([], self._settings.max_inflight)
+            self._pools[run] = EnginePool([], RunModel(run, self._settings, default=self.default.model))
             self._pools[run].gate.close()
         return self._pools.get(run) or self.default
 
@@ -62,7 +64,7 @@ class EngineFleet:
     async def apply(self, engines: DesiredEngines) -> dict[str, list[str]]:
         """Makes everything be as the document says: replicas, their versions, pauses. What could not be done is
         returned by run, in words; the rest is done all the same, and the same document can be applied again. One that
-        is older than what is in force, and of the same server, is not heard; a newer one may be applied while an older
+        is older than what is in force, and of the same server, is ignored; a newer one may be applied while an older
         one still waits for calls to end."""
         if engines.server == self._server and engines.generation < self._generation:
             return {}
@@ -73,7 +75,7 @@ class EngineFleet:
         for run in self._pools.keys() - engines.pools.keys() - {DEFAULT_RUN}:
             self._retire_pool(self._pools.pop(run))
         for run, state in engines.pools.items():
-            pool = self._pools.setdefault(run, EnginePool([], self._settings.max_inflight))
+            pool = self._prepare_pool(run, state.engine)
             if state.paused is not None:
                 pool.gate.close()
             if self._frozen_since.get(run, state.since) != state.since:
@@ -82,9 +84,36 @@ class EngineFleet:
             self._reconcile_replicas(pool, state.replicas)
             for replica in pool.replicas if first else []:
                 replica.state_unknown = True
-        return await _collect_problems(
-            {run: _apply_pause_mode(self._pools[run], state.paused) for run, state in engines.pools.items()}
+        pools = {run: self._pools[run] for run in engines.pools}
+        problems = await _collect_problems(
+            {run: _apply_pause_mode(pools[run], state.paused) for run, state in engines.pools.items()}
         )
+        answers = await asyncio.gather(*(pool.check_models() for pool in pools.values()))
+        for run, refusals in zip(pools, answers, strict=True):
+            if refusals:
+                problems.setdefault(run, []).extend(refusals)
+        return problems
+
+    def _prepare_pool(self, run: str, engine: RunEngine) -> EnginePool:
+        """The run's pool; a new one where it has another engine now."""
+        settings = self._derive_settings(engine)
+        pool = self._pools.get(run)
+        if pool is not None and pool.model.settings != settings:
+            self._retire_pool(self._pools.pop(run))
+            pool = None
+        if pool is None:
+            default = self.default.model if settings == self._settings else None
+            pool = self._pools[run] = EnginePool([], RunModel(run, settings, name=engine.model, default=default))
+        return pool
+
+    def _derive_settings(self, engine: RunEngine) -> EngineSettings:
+        """The settings of a run's engine. With another kind or model, nothing of the default's model holds."""
+        changes = {name: value for name, value in msgspec.structs.asdict(engine).items() if value is not None}
+        if engine.kind is not None or engine.model is not None:
+            changes = {"model": None, "tokenizer": None, "template_kwargs": {}} | changes
+        if engine.kind not in (None, self._settings.kind):
+            changes["options"] = {}
+        return self._settings.model_copy(update=changes)
 
     def _reconcile_replicas(self, pool: EnginePool, desired: list[DesiredReplica]) -> None:
         """Versions are set before anything is frozen or thawed: calls that stand frozen will know where the new weights
@@ -95,9 +124,10 @@ class EngineFleet:
                 replica.set_version(versions.pop(replica.url))
             else:
                 pool.remove(replica)
-        kind = load("engines", self._settings.kind)
+        settings = pool.model.settings
+        kind = load("engines", settings.kind)
         for url, version in versions.items():
-            pool.add(kind(url, self._settings), version)
+            pool.add(kind(url, settings), version)
 
     def _retire_pool(self, pool: EnginePool) -> None:
         """Its calls go on to their end; those that were held are told that there is no engine any more, and find

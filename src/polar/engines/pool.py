@@ -1,20 +1,29 @@
-"""The replicas of one engine, as one.
+"""The replicas of one run's engine, as one: which one a call goes to, and pausing, weights and sleep of all of them.
 
-A session stays with one replica, for its prefix cache; it moves when that one is saturated, down or gone. Versions are
-kept per replica: a token's version is known if the replica held one version while the call ran, or if the call stood
-frozen while the version changed; otherwise it is unknown, and we say so.
+Versions are kept per replica: a token's version is known if the replica held one version while the call ran, or if the
+call stood frozen while the version changed; otherwise it is unknown, and we say so.
+
+A session stays where its prefix is cached. One without a replica gets it by rendezvous hashing: replicas are ordered by
+a hash that depends on the session's group alone. So sessions of one task, which begin with the same prompt, meet at one
+replica, at every gateway and also after a restart; and a replica that comes or goes changes nothing for groups whose
+first choice is another.
+
+Load comes first: a replica with clearly more calls than the mean takes no newcomers, which go to the next in their
+order. A session leaves its replica only at a much higher load, and takes its call's load along: so only the excess
+leaves, it spreads over different replicas, and it stays there, since a replica that took it is far below the load at
+which sessions leave.
 """
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Protocol, TypeVar
 
-from polar.config import EngineSettings
+from polar.config import DEFAULT_RUN, EngineSettings
 from polar.engines.base import Chunk, Engine, LaunchedEngine, TokenPrompt, normalize_engine_url
-from polar.engines.gate import Gate
 from polar.engines.replica import Replica, RunningCall
-from polar.engines.routing import choose_replica
+from polar.engines.run_model import RunModel
 from polar.errors import ConfigError, EngineError
 from polar.plugins import load
 from polar.types import Request
@@ -22,19 +31,55 @@ from polar.types import Request
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_MODEL_CHECK_SECONDS = 5.0  # that whoever adds an engine waits for what it says of its model
 _POLL_SECONDS = 0.05  # seconds between two looks at what still runs
+_NEWCOMER_LOAD_FACTOR = 1.25  # times the mean of calls: up to here a replica takes newcomers
+_RESIDENT_LOAD_FACTOR = 1.5  # times the mean: up to here it keeps those that it has
+_SLACK_CALLS = 16  # calls above the mean that no engine minds, and for which no session gives up its cache
+
+
+class Gate:
+    """Open, or holding every new call until it opens again."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self.frozen = False
+        self.held = 0
+
+    @property
+    def paused(self) -> bool:
+        return not self._open.is_set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self.frozen = False
+        self._open.set()
+
+    async def wait_until_open(self) -> None:
+        if self._open.is_set():
+            return
+        self.held += 1
+        try:
+            while self.paused:  # it may have closed again by the time that a call hears of its opening
+                await self._open.wait()
+        finally:
+            self.held -= 1
 
 
 class EnginePool:
-    def __init__(self, engines: Iterable[Engine], max_inflight: int, launched: LaunchedEngine | None = None) -> None:
-        self.replicas = [Replica(engine) for engine in engines]
+    def __init__(self, engines: Iterable[Engine], model: RunModel, launched: LaunchedEngine | None = None) -> None:
+        self.model = model
+        self.replicas = [Replica(engine, model) for engine in engines]
         self.gate = Gate()
         self._switch_lock = asyncio.Lock()  # pausing and resuming take turns
         self._should_sleep = False  # it was to sleep, and nobody has said otherwise since
         self._switch_count = 0  # grows whenever somebody pauses or resumes
-        self._max_inflight = max_inflight
+        self._max_inflight = model.settings.max_inflight
         self._launched = launched
-        self._probe_tasks: set[asyncio.Task[None]] = set()
+        self._probe_tasks: dict[Replica, asyncio.Task[None]] = {}
         self._departing: dict[Replica, asyncio.Task[None]] = {}
 
     @classmethod
@@ -42,16 +87,17 @@ class EnginePool:
         """The configured replicas; an engine that comes with a server of its own is launched where none is named. There
         may be none yet of the others (`urls = []`): a trainer adds its own."""
         kind = load("engines", settings.kind)
+        model = RunModel(DEFAULT_RUN, settings)
         launches = hasattr(kind, "launch")
         if settings.urls or ("urls" in settings.model_fields_set and not launches):
-            return cls([kind(url, settings) for url in settings.urls], settings.max_inflight)
+            return cls([kind(url, settings) for url in settings.urls], model)
         if not launches:
             raise ConfigError(
                 'No engine is configured: set [engine] urls, for example ["http://127.0.0.1:8000"], or [] where a '
                 "trainer adds its own."
             )
         launched: LaunchedEngine = await kind.launch(settings)
-        return cls([kind(launched.url, settings)], settings.max_inflight, launched)
+        return cls([kind(launched.url, settings)], model, launched)
 
     @property
     def launched_versions(self) -> dict[str, int]:
@@ -59,16 +105,17 @@ class EnginePool:
         return {} if self._launched is None else {normalize_engine_url(self._launched.url): self._launched.version}
 
     async def start(self, *, may_sample: bool = True) -> None:
-        """Finds out what each replica can do; without `samples`, only what it can tell while it stands still."""
+        """Finds out what each replica can do; without `may_sample`, only what it can tell
+        while it stands still."""
         await asyncio.gather(*(replica.try_probe(may_sample=may_sample) for replica in self.replicas))
 
     async def close(self) -> None:
-        tasks = [*self._probe_tasks, *self._departing.values()]
+        tasks = [*self._probe_tasks.values(), *self._departing.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for replica in (*self.replicas, *self._departing):
-            await replica.engine.close()
+            await replica.close()
         if self._launched is not None:
             await self._launched.stop()
 
@@ -76,17 +123,34 @@ class EnginePool:
 
     def add(self, engine: Engine, version: int = 0) -> Replica:
         """Calls go there from now on."""
-        replica = Replica(engine, version)
+        replica = Replica(engine, self.model, version)
         self.replicas.append(replica)
         replica.check_for_restart()
         if not self.gate.paused:  # else when calls may go on: an engine that stands still can't tell
             self._start_probe(replica)
         return replica
 
+    async def check_models(self) -> list[str]:
+        """Why replicas are refused, which have another model than the run. One that does not answer soon, or stands
+        still, is looked at before its first call."""
+
+        async def check(replica: Replica) -> None:
+            try:
+                async with asyncio.timeout(_MODEL_CHECK_SECONDS):
+                    await replica.check_model()
+            except TimeoutError:
+                replica.mark_unreachable()
+            except EngineError as error:  # whoever probes it says so, too
+                log.debug("%s", error)
+
+        if not self.gate.paused:
+            await asyncio.gather(*(check(replica) for replica in self.replicas if not replica.down))
+        return [replica.refusal for replica in self.replicas if replica.refusal is not None]
+
     def _start_probe(self, replica: Replica) -> None:
-        meeting = asyncio.get_running_loop().create_task(replica.try_probe())
-        self._probe_tasks.add(meeting)
-        meeting.add_done_callback(self._probe_tasks.discard)
+        if replica not in self._probe_tasks:
+            probe = self._probe_tasks[replica] = asyncio.get_running_loop().create_task(replica.try_probe())
+            probe.add_done_callback(lambda _: self._probe_tasks.pop(replica, None))
 
     def remove(self, replica: Replica) -> None:
         """It gets no more calls; its engine is let go when the last of those that run there has ended."""
@@ -99,8 +163,11 @@ class EnginePool:
                 await replica.thaw()
         except EngineError as error:
             log.warning("Calls at %s, which was removed, may stand still until they time out: %s", replica.url, error)
+        if (probe := self._probe_tasks.get(replica)) is not None:
+            probe.cancel()
+            await asyncio.wait({probe})
         await replica.wait_until_idle()
-        await replica.engine.close()
+        await replica.close()
         del self._departing[replica]
 
     @property
@@ -143,7 +210,7 @@ class EnginePool:
         """Samples on a replica, and on another where one can't be reached or refuses before its first chunk. While
         generation is paused, calls are held, also those whose engine goes away under them.
 
-        `chosen` is told where the call runs, each time before it starts there. Calls of a `group` begin alike.
+        `on_chosen` is called with the replica each time before the call starts there. Calls of a `group` begin alike.
         """
         tried: set[Replica] = set()
         while True:
@@ -286,7 +353,8 @@ class EnginePool:
 
     async def resume(self, *, exclusive: bool = True) -> None:
         """Lets calls go on, also where a replica can't be thawed or woken: that is told, and tried again by the next
-        resume. Where all of them sleep on, calls stay held. Who is not `alone` with the engines settles before."""
+        resume. Where all of them sleep on, calls stay held. Without `exclusive`, other gateways share the engines, and
+        whoever resumes has called `settle` before."""
         async with self._switch_lock:
             self._switch_count += 1
             self._should_sleep = False
@@ -315,7 +383,49 @@ async def _gather_outcomes(steps: Iterable[Awaitable[T]]) -> list[T | BaseExcept
 
 
 def _raise_first_failure(answers: Iterable[object]) -> None:
-    """Raises the first failure."""
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
+
+
+# Routing
+
+
+class RoutableReplica(Protocol):
+    """What is asked of a replica."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def running(self) -> Collection[object]: ...
+
+
+ReplicaT = TypeVar("ReplicaT", bound=RoutableReplica)
+
+
+def choose_replica(group: str, home: ReplicaT | None, replicas: Sequence[ReplicaT], max_calls: int) -> ReplicaT:
+    """One of `replicas`, of which there must be some. `home` is where the session was last; `max_calls` is how many
+    calls a replica should get at most. Where none has room, the least busy one is taken."""
+    mean = (1 + sum(len(replica.running) for replica in replicas)) / len(replicas)
+    if (
+        home is not None
+        and home in replicas
+        and len(home.running) < min(max_calls, max(_RESIDENT_LOAD_FACTOR * mean, mean + _SLACK_CALLS))
+    ):
+        return home
+    ordered = rank_replicas(group, replicas)
+    room = min(max_calls, max(1, int(_NEWCOMER_LOAD_FACTOR * mean)))
+    return next(
+        (replica for replica in ordered if len(replica.running) < room),
+        min(ordered, key=lambda replica: len(replica.running)),
+    )
+
+
+def rank_replicas(group: str, replicas: Sequence[ReplicaT]) -> list[ReplicaT]:
+    """The replicas as a group prefers them."""
+    return sorted(replicas, key=lambda replica: _rendezvous_hash(group, replica.url), reverse=True)
+
+
+def _rendezvous_hash(group: str, url: str) -> bytes:
+    return hashlib.blake2b(f"{group}\0{url}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

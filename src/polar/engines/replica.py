@@ -7,6 +7,7 @@ from typing import Protocol
 
 from polar.engines.base import Engine
 from polar.engines.probe import detect_logprob_kind
+from polar.engines.run_model import ModelMismatchError, RunModel
 from polar.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,13 @@ class RunningCall(Protocol):
 
 
 class Replica:
-    def __init__(self, engine: Engine, version: int = 0) -> None:
+    def __init__(self, engine: Engine, model: RunModel, version: int = 0) -> None:
         self.engine = engine
+        self.refusal: str | None = None  # why it is not called: it has another model than its run
+        self._model = model
+        self._has_right_model = False
+        self._model_lock = asyncio.Lock()
+        self._closed = False
         self.version = version
         self.frozen = False
         self.may_be_frozen = False  # it may stand frozen: nobody knows whether it heard what it was told
@@ -65,6 +71,11 @@ class Replica:
         """Until no call of ours runs there."""
         await self._idle.wait()
 
+    async def close(self) -> None:
+        async with self._model_lock:  # whoever asks it for its model would open another connection
+            self._closed = True
+        await self.engine.close()
+
     # Whether it can be reached
 
     @property
@@ -87,16 +98,17 @@ class Replica:
         return self._is_probed
 
     async def ensure_probed(self, *, may_sample: bool = True) -> None:
-        """Finds out what the engine can do, once. Raises EngineError where it can't be reached. Without `samples`, only
-        what it can tell while it stands still."""
+        """Finds out what the engine can do, once. Raises EngineError where it can't be reached. Without `may_sample`,
+        only what it can tell while it stands still."""
         if self._is_probed:
             return
         async with self._probe_lock:
             if self._is_probed:
                 return
-            found = await self.engine.start()
+            await self.check_model()
             if not may_sample:
                 return
+            found = self.engine.capabilities
             if found.logprobs != "none":
                 try:
                     async with asyncio.timeout(_PROBE_TIMEOUT_SECONDS):
@@ -107,6 +119,22 @@ class Replica:
                     if isinstance(error, TimeoutError) or error.retry_elsewhere:
                         return  # and asked about again by the next call
             self._is_probed = True
+
+    async def check_model(self) -> None:
+        """Connects, and finds out once whether the engine has the run's model. Raises EngineError where it can't be
+        reached, or has not."""
+        async with self._model_lock:
+            if self._has_right_model:
+                return
+            if self._closed:
+                raise EngineError(f"{self.url} was removed.", kind="overloaded", retry_elsewhere=True)
+            await self.engine.start()
+            try:
+                await self._model.check(self.engine)
+            except ModelMismatchError as error:
+                self.refusal = str(error)
+                raise
+            self.refusal, self._has_right_model = None, True
 
     async def try_probe(self, *, may_sample: bool = True) -> None:
         """One that can't be reached yet is tried again by its first call."""

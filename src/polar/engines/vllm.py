@@ -17,7 +17,7 @@ from msgspec import Struct
 from polar.dialects.sse import EventParser
 from polar.engines import chat_wire as w
 from polar.engines.base import Capabilities, Chunk, EngineState, TokenPrompt
-from polar.engines.chat import ChatEngine
+from polar.engines.openai import OpenAIEngine
 from polar.engines.tools import flatten_request
 from polar.errors import EngineError
 from polar.rendering.tokenizer import Tokenizer, load_tokenizer
@@ -28,12 +28,17 @@ class _Count(Struct):
     count: int
 
 
+class _TokenList(Struct):
+    tokens: list[int] | None = None
+
+
 class _StateReply(Struct):
     is_sleeping: bool = False
     is_paused: bool = False
 
 
 _count = msgspec.json.Decoder(_Count)
+_token_list = msgspec.json.Decoder(_TokenList)
 _state_decoder = msgspec.json.Decoder(_StateReply)
 _GENERATE_PATH = "/inference/v1/generate"
 _PROCESS_START_METRIC = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
@@ -47,7 +52,7 @@ ReadIntoChunk = Callable[[Chunk, bytes], None]
 """Adds what a reply of ids, or an event of its stream, says. Raises ValueError where it is none."""
 
 
-class VllmEngine(ChatEngine):
+class VllmEngine(OpenAIEngine):
     extra_fields = b'"return_token_ids":true'
     capabilities = Capabilities(logprobs="raw", accepts_token_ids=True)
     _has_generate_route = True  # until the server says that it has no such route
@@ -180,7 +185,7 @@ class VllmEngine(ChatEngine):
             raise EngineError(f"{self.url} ended its stream without a finish reason.")
 
     def _make_chunk_reader(self, *, wants_logprobs: bool) -> ReadIntoChunk:
-        """`wants`: the harness asked for log-probabilities itself."""
+        """`wants_logprobs`: the harness asked for log-probabilities itself."""
         return lambda whole, data: self._read_into_chunk(whole, data, wants_logprobs)
 
     def _read_into_chunk(self, merged: Chunk, data: bytes, wants_logprobs: bool) -> None:
@@ -226,6 +231,17 @@ class VllmEngine(ChatEngine):
             return _count.decode(body).count
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.url}/tokenize did not answer with a count: {error}.") from error
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        fields = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            return _token_list.decode(await self._http.request("POST", "/tokenize", msgspec.json.encode(fields))).tokens
+        except (ValueError, RecursionError):
+            return None
+        except EngineError as error:
+            if error.retry_elsewhere:  # it could not be asked
+                raise
+            return None
 
     async def reports_version_spans(self) -> bool:
         """Only the token-in, token-out route reports them (vLLM: --enable-scale-out)."""

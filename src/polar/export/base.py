@@ -12,15 +12,19 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import msgspec
 import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.records.exchange import TRAINABLE_ROLES, Exchange, ExchangeRole
-from polar.records.session import Session
+from polar.config import DEFAULT_RUN
+from polar.records import wire
+from polar.records.exchange import Exchange
+from polar.records.result import SessionResult
+from polar.records.session import Evidence, EvidenceKind, SessionSummary, is_suspicious
+from polar.records.spans import TRAINABLE_ROLES, ExchangeRole
 from polar.records.trajectory import NO_VERSION, Ids, SessionPaths, Trace, Trajectory
 from polar.trajectory.checker import SessionCheck
 from polar.trajectory.session import SessionCall
@@ -37,9 +41,11 @@ ExportNeed = Literal[
 
 
 class SessionItem(Struct):
-    """One session on its way out: what is known of it, what was sampled, and what the builder made of that."""
+    """One session on its way out: what is known of it, what was sampled, and what the builder made of that.
 
-    session: Session
+    Of a received session only the traces are known: it has no paths, and its messages are in the result."""
+
+    session: SessionSummary
     session_paths: SessionPaths
     trajectory: Trajectory
     exchanges: list[Exchange] = field(default_factory=list)
@@ -49,13 +55,29 @@ class SessionItem(Struct):
 
     @property
     def group_id(self) -> str:
-        return session_group_id(self.session)
+        return self.session.group_id
 
-
-def session_group_id(session: Session) -> str:
-    """The task that a session is a sample of. Without one, a session is a group of its own."""
-    named = (session.metadata.get(key) for key in ("task_id", "group"))
-    return str(next((name for name in named if name is not None), session.session_id))
+    @classmethod
+    def from_result(cls, result: SessionResult) -> "SessionItem":
+        """A session as a trainer receives it, so that it gets the same from a live run as from an export."""
+        timing = result.metadata.get("timing", {})
+        evidence = [
+            Evidence(cast(EvidenceKind, one.kind), one.subject, one.proven, one.detail, one.count)
+            for one in result.evidence
+        ]
+        summary = SessionSummary(
+            result.session_id,
+            created_at=float(timing.get("created_at") or 0.0),
+            run=result.metadata.get("run", DEFAULT_RUN),
+            metadata={**result.metadata, "task_id": result.task_id},
+            ended_at=timing.get("ended_at"),
+            reward=result.reward,
+            reason=result.reason,
+            suspicious=is_suspicious(evidence),
+            evidence=evidence,
+        )
+        paths = SessionPaths(result.session_id, [], result.reward, result.reason)
+        return cls(summary, paths, wire.trajectory_from_result(result))
 
 
 class Exporter(Protocol):

@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from polar.dialects.openai_chat import OpenAIChat
 from polar.export.base import SessionItem
-from polar.records.exchange import Exchange, ExchangeRole
+from polar.records.exchange import Exchange
+from polar.records.spans import ExchangeRole
 from polar.records.trajectory import Trace
 from polar.records.wire import NO_TRACE_MESSAGES, TraceMessages
 from polar.trajectory.conversations import ModelCall, link_turns

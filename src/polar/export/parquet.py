@@ -20,7 +20,8 @@ import numpy as np
 
 from polar.errors import ConfigError
 from polar.export.base import ExportNeed, SessionItem
-from polar.records.trajectory import ExcludedSpan, Span, TokenCounts, Trace, Trajectory
+from polar.records.spans import ExcludedSpan, Span, TokenCounts
+from polar.records.trajectory import Trace, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa

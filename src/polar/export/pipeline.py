@@ -16,15 +16,15 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.errors import ConfigError
-from polar.export.base import Exporter, ExportNeed, SessionItem, session_group_id
+from polar.export.base import Exporter, ExportNeed, SessionItem
 from polar.export.messages import digest_conversations
-from polar.records.exchange import ExchangeRole
 from polar.records.result import SuspiciousFilter
-from polar.records.session import Session
-from polar.records.trajectory import ExcludedSpan, SessionPaths, Trajectory
-from polar.rollout.samples import SampleKey, final_verdict, sample_key
+from polar.records.sample import SampleKey, final_verdict, sample_key
+from polar.records.session import HeldBackError, Session
+from polar.records.spans import ExchangeRole, ExcludedSpan
+from polar.records.trajectory import SessionPaths, Trajectory
 from polar.store.base import Store
-from polar.trajectory.checker import HeldBackError, SessionChecker
+from polar.trajectory.checker import SessionChecker
 from polar.trajectory.roles import RoleOverrides
 from polar.trajectory.session import read_session_paths as sampled_of
 
@@ -118,7 +118,7 @@ async def select_items(
         if was_rerun or await _is_superseded(store, session):
             tally.count_left_out("whose sample another session stands for", "superseded")
             continue
-        if selection.best is not None and passed[session_group_id(session)] >= selection.best:
+        if selection.best is not None and passed[session.summary.group_id] >= selection.best:
             tally.count_left_out("that others of their task outdo", f"not among the best {selection.best}")
             continue
         exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
@@ -128,7 +128,7 @@ async def select_items(
             all_paths = sampled_of(session, exchanges)
             sampled = restrict_to_roles(all_paths, selection.roles, tally)
             check.set_paths(exchanges, sampled.paths, selection.roles or None)
-            item = SessionItem(session, sampled, build(sampled), check=check)
+            item = SessionItem(session.summary, sampled, build(sampled), check=check)
             check.check_traces(item.trajectory)
         except HeldBackError as held:
             tally.count_left_out("held back by verification", str(held))
@@ -143,12 +143,14 @@ async def select_items(
             continue
         if selection.unique:
             if (
-                digest := digest_conversations(SessionItem(session, sampled, item.trajectory, exchanges, item.roles))
+                digest := digest_conversations(
+                    SessionItem(item.session, sampled, item.trajectory, exchanges, item.roles)
+                )
             ) in seen_digests:
                 tally.count_left_out("that say the same as another", "duplicate")
                 continue
             seen_digests.add(digest)
-        passed[session_group_id(session)] += 1
+        passed[session.summary.group_id] += 1
         tally.sessions += 1
         tally.without_tokens += _exports_tokens(needs) and not item.trajectory.traces and not item.trajectory.excluded
         tally.without_pictures += _exports_tokens(needs) and any(
@@ -274,7 +276,7 @@ async def _sessions_by_group(store: Store, selection: Selection, tally: ExportTa
     """In order of each group's first session. Only ids are held."""
     groups: defaultdict[str, list[_RankedSession]] = defaultdict(list)
     async for session in _filter_suspicious(store, selection, tally):
-        groups[session_group_id(session)].append(_RankedSession.from_session(session))
+        groups[session.summary.group_id].append(_RankedSession.from_session(session))
     for members in groups.values():
         if selection.best is not None:
             # Of equal ones the first sample, whenever it was run: so a run that was stopped on the way gives the same.

@@ -25,7 +25,8 @@ from polar.engines.tools import flatten_parts, flatten_request
 from polar.export.base import ExportNeed, SessionItem, SessionLines, trace_token_ids
 from polar.export.messages import ConversationCall, conversation_calls
 from polar.plugins import load
-from polar.records.trajectory import ExcludedSpan, Ids, SessionPaths, TokenPath, Trace, Trajectory
+from polar.records.spans import ExcludedSpan
+from polar.records.trajectory import Ids, SessionPaths, TokenPath, Trace, Trajectory
 from polar.rendering.continuation import RecordedTurn, TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import TemplateError

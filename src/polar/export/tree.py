@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 from polar.export.base import ExportNeed, JsonLines, SessionItem
 from polar.records import wire
+from polar.records.session import HeldBackError
 from polar.records.trajectory import SessionPaths
 from polar.trajectory.builders import prefix_tree
-from polar.trajectory.checker import HeldBackError, SessionCheck
+from polar.trajectory.checker import SessionCheck
 
 
 class TreeExporter(JsonLines):

@@ -29,7 +29,7 @@ from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.prompt_id_parser import PromptIdParser
 from polar.gateway.prompt_renderer import PromptRenderer
 from polar.gateway.session_registry import OpenSession, SessionRegistry
-from polar.plugins import load, names
+from polar.plugins import load_all
 from polar.store.base import Store
 from polar.types import Media, Request, Text, ToolResult
 
@@ -87,7 +87,7 @@ class Gateway:
             )
         )
         sessions.add_end_listener(self._end_session)
-        self._dialects: list[Dialect] = [load("dialects", name)() for name in names("dialects")]
+        self._dialects: list[Dialect] = [dialect() for dialect in load_all("dialects").values()]
         self._runner: web.ServerRunner | None = None
         self._stopping = False
 

@@ -28,14 +28,14 @@ from polar.gateway.call import HarnessCall, PreparedPrompt
 from polar.gateway.session_registry import OpenSession
 from polar.records.exchange import Continuation, Exchange, TokenIds
 from polar.rendering.continuation import RecordedPrefix, RecordedTurn, TurnHistory
-from polar.rendering.encoder import SPELLING_BREAK, NewTextLimitExceeded, new_text_limit
+from polar.rendering.encoder import NewTextLimitExceeded, new_text_limit
 from polar.rendering.families import ReplyParser
-from polar.rendering.model_codec import ModelCodec, is_renderable, resolve_model_folder
+from polar.rendering.model_codec import ModelCodec, is_renderable
+from polar.rendering.model_registry import LoadedModel, ModelRegistry
 from polar.rendering.prompt_job import ContextExceeded, PromptJob, RenderedPrompt, encode_ids_json, make_prompt
 from polar.rendering.template import TemplateError
 from polar.rendering.turn_digest import digest_turn
-from polar.rendering.worker import WorkerSetup
-from polar.rendering.worker_pool import RenderTimeout, WorkerDied, WorkerPool
+from polar.rendering.worker_pool import RenderTimeout, WorkerDied
 from polar.store.base import Store
 from polar.store.sized_cache import SizedCache
 from polar.types import ReasoningDelta, ReplyEvent, Request, Text, TextDelta, ToolResult
@@ -83,22 +83,22 @@ class PromptRenderer:
         self._settings = settings
         self._pools = pools
         self._store = store
-        self._model: ModelCodec | None = None
-        self.workers: WorkerPool | None = None
+        self.models = ModelRegistry()
         self._id_cache: SizedCache[str, _ExchangeIds] = SizedCache(ID_CACHE_BYTES)
         self._histories: dict[str, TurnHistory] = {}  # by session, once a prompt has been rendered
         self._warned = False
 
     async def close(self) -> None:
-        if self.workers is not None:
-            await self.workers.close()
+        await self.models.close()
 
     def body_limit(self, pool: EnginePool) -> int:
         """Bytes that a request may have: the most text that the model's context can hold, and something beside it."""
         context_length = _context_length(pool)
-        if self._model is None or context_length is None:
+        folder, settings = pool.model.tokenizer_folder, pool.model.settings
+        model = folder and self.models.get(folder, settings.continuation, settings.template_kwargs)
+        if not model or context_length is None:
             return _DEFAULT_BODY_LIMIT_BYTES
-        bytes_per_token = self._model.encoder.text_bound.bytes_per_token
+        bytes_per_token = model.codec.encoder.text_bound.bytes_per_token
         if bytes_per_token is None:
             return _DEFAULT_BODY_LIMIT_BYTES
         needed = context_length * bytes_per_token + _NON_TEXT_BYTES
@@ -110,9 +110,10 @@ class PromptRenderer:
         """Nothing where the engine is to render. Raises ApiError where the template refuses the request, or where it
         can't fit the model's context."""
         pool = self._pools.get_pool(session.run)
-        model = await self.load_model(pool)
-        if model is None:
+        loaded = await self.load_model(pool)
+        if loaded is None:
             return None, None
+        model = loaded.codec
         context_length = _context_length(pool)
         look = partial(_prepare, call, model, context_length)
         request = await asyncio.to_thread(look) if len(call.request.messages) > _EVENT_LOOP_MESSAGES else look()
@@ -121,7 +122,7 @@ class PromptRenderer:
         history = await self.load_history(session)
         partial_turns = await self._load_partial_turns(session, history)
         try:
-            made = await self._make_prompt(session, call, model, request, history, partial_turns, context_length)
+            made = await self._make_prompt(session, call, loaded, request, history, partial_turns, context_length)
         except TemplateError as error:
             raise ApiError("invalid_request", str(error)) from error
         except ContextExceeded as error:
@@ -149,7 +150,7 @@ class PromptRenderer:
         self,
         session: OpenSession,
         call: HarnessCall,
-        model: ModelCodec,
+        model: LoadedModel,
         request: Request,
         history: TurnHistory,
         partial_turns: dict[str, list[int]],
@@ -157,46 +158,40 @@ class PromptRenderer:
     ) -> RenderedPrompt:
         def make() -> RenderedPrompt:
             with new_text_limit(2 * _IN_PROCESS_NEW_TEXT_BYTES):  # it is guarded, and then encoded
-                return make_prompt(model, request, history, partial_turns, context_length)
+                return make_prompt(model.codec, request, history, partial_turns, context_length)
 
-        assert self.workers is not None
         if len(call.body) <= _IN_PROCESS_BODY_BYTES:
             try:
                 return await asyncio.to_thread(make) if len(call.body) > _EVENT_LOOP_BODY_BYTES else make()
             except NewTextLimitExceeded:
                 pass
         job = PromptJob.from_request(request, history, partial_turns, context_length)
-        return await self.workers.make_prompt(session.session_id, job)
+        return await model.workers.make_prompt(session.session_id, job)
 
     async def count_tokens(self, session: OpenSession, call: HarnessCall) -> int | None:
         """The prompt's length; None where only the engine can tell."""
         _, rendered = await self.render(session, call)
         return None if rendered is None else len(rendered.prompt.ids)
 
-    async def load_model(self, pool: EnginePool) -> ModelCodec | None:
-        """None where there is no tokenizer, or the engine takes no token ids. One for all engines, which have the same
-        model."""
-        if self._model is not None:
-            return self._model
-        if self._settings.render == "engine" or not pool.replicas:
+    async def load_model(self, pool: EnginePool) -> LoadedModel | None:
+        """The model of a run, for which its prompts are made. None where there is no tokenizer, or the engine takes no
+        token ids."""
+        settings = pool.model.settings
+        engine = pool.replicas[0].engine if pool.replicas else None
+        if settings.render == "engine" or (engine is not None and not engine.capabilities.accepts_token_ids):
             return None
-        engine = pool.replicas[0].engine
-        folder = engine.find_tokenizer_folder()
-        if not engine.capabilities.accepts_token_ids or folder is None:
-            if engine.capabilities.accepts_token_ids and not self._warned:
+        folder = pool.model.tokenizer_folder
+        if folder is None and engine is not None:
+            folder = engine.find_tokenizer_folder()
+        if folder is None:
+            if engine is not None and not self._warned:
                 self._warned = True
                 log.warning(
                     "No tokenizer is configured: the engine renders prompts, and histories are tokenised anew with "
                     "every call. Set [engine] tokenizer to the model's folder to continue from recorded tokens."
                 )
             return None
-        mode, kwargs = self._settings.continuation, self._settings.template_kwargs
-        path = await asyncio.to_thread(resolve_model_folder, folder)
-        model = await asyncio.to_thread(ModelCodec.load, path, mode, kwargs)
-        if self._model is None:  # still: another call may have been faster
-            self._model = model
-            self.workers = WorkerPool(WorkerSetup(str(path), mode, kwargs, SPELLING_BREAK))
-        return self._model
+        return await self.models.load(folder, settings.continuation, settings.template_kwargs)
 
     # A session's turns
 

@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from polar import config
 from polar.harnesses.base import CallPatterns, Harness
-from polar.plugins import load, names
+from polar.plugins import load, load_all
 
 
 def build_environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
@@ -66,9 +66,9 @@ def load_harness(name: str) -> Harness:
 
 def find_call_patterns(name: str | None) -> CallPatterns:
     """What is known of a harness's calls; for one that has no name, or an unknown one, what is known of any."""
-    if name is not None and to_preset_name(name) in names("harnesses"):
-        return load_harness(name).call_patterns
-    return CallPatterns.union(load_harness(known).call_patterns for known in names("harnesses"))
+    known = load_all("harnesses")
+    named = None if name is None else known.get(to_preset_name(name))
+    return CallPatterns.union(one.call_patterns for one in known.values()) if named is None else named.call_patterns
 
 
 def to_preset_name(name: str) -> str:
@@ -83,8 +83,8 @@ _NAME_ALIASES = {"openhands_sdk": "openhands", "custom_shell": "shell"}
 def find_by_command(argv: list[str]) -> str | None:
     """The harness that a command line runs, told by its executable (also behind npx, uvx and the like)."""
     words = [PurePath(word).name.split("@")[0] for word in argv[:3]]
-    for name in names("harnesses"):
-        executables = load("harnesses", name).executables
+    for name, harness in load_all("harnesses").items():
+        executables = harness.executables
         if words[0] in executables or (words[0] in _LAUNCHERS and any(word in executables for word in words[1:])):
             return name
     return None

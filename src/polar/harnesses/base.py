@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.errors import ConfigError
-from polar.records.exchange import ExchangeRole
+from polar.records.spans import ExchangeRole
 from polar.records.task import McpServer
 
 

@@ -24,10 +24,10 @@ from polar.matrix.results import Matrix, ModelSessions, make_cell
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.node.node import NodeLoad
+from polar.records.sample import with_task_key
 from polar.records.task import TaskRequest
-from polar.rollout.overrides import Overrides
-from polar.rollout.samples import with_task_key
 from polar.tasks import read_sources
+from polar.tasks.overrides import Overrides
 
 
 class MatrixModel(EngineSettings):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from polar.rollout.samples import SampleKey, final_verdict, sample_key
+from polar.records.sample import SampleKey, final_verdict, sample_key
 from polar.store import open_store
 
 _PAGE_SIZE = 1000

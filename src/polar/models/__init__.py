@@ -7,7 +7,12 @@
 It is fetched and converted once, when somebody asks for it: 93 MB to fetch, 540 MB to keep.
 """
 
-from polar.models.default import DEFAULT_MODEL_NAME, ensure_default_model, models_folder
-from polar.models.progress import ModelProgress, show_progress
+from polar.models.default import (
+    DEFAULT_MODEL_NAME,
+    ModelProgress,
+    ensure_default_model,
+    models_folder,
+    show_progress,
+)
 
 __all__ = ["DEFAULT_MODEL_NAME", "ModelProgress", "ensure_default_model", "models_folder", "show_progress"]

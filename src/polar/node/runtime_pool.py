@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from polar.errors import ConfigError, PolarError
 from polar.node.stages import Stage
-from polar.plugins import load, names
+from polar.plugins import load, load_all
 from polar.records.task import Step
 from polar.runtimes.base import Runtime, RuntimeBackend, RuntimeSpec, SandboxError, TransferTooLargeError
 from polar.runtimes.prepare_steps import PrepareError, run_prepare_steps
@@ -32,7 +32,7 @@ class RuntimeBackends:
     def __init__(self, state: Path, gateway_url: str, allowed: list[str]) -> None:
         self._state = state
         self._gateway_url = gateway_url
-        self._allowed = allowed or list(names("runtimes"))
+        self._allowed = allowed or list(load_all("runtimes"))
         self._backends: dict[str, RuntimeBackend] = {}
         self._problems: dict[str, str | None] = {}
         self._availability_lock = asyncio.Lock()

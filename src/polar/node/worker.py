@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from polar.engines.desired_state import DesiredEngines
+from polar.engines.base import DesiredEngines
 from polar.errors import ConfigError, PolarError, StoreError
 from polar.node.finished_session import FinishedSession
 from polar.node.remote_server import KeepAlive

@@ -22,10 +22,6 @@ ExchangeStatus = Literal["complete", "partial", "failed", "interrupted"]
 
 Continuation = Literal["recorded", "rendered", "engine"]
 
-ExchangeRole = Literal["main", "subagent", "compaction", "auxiliary", "retry"]
-
-TRAINABLE_ROLES: frozenset[ExchangeRole] = frozenset(("main", "subagent", "compaction"))
-
 
 class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
     """Sampled tokens `start` to `stop` (exclusive) came from policy `version`."""

@@ -5,9 +5,11 @@ The fields are those that bridges for NVIDIA's Polar read; ours are added.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from polar.config import DEFAULT_RUN
+from polar.records.spans import ExchangeRole, ExcludedSpan, Span, TokenCounts
 
 SessionStatus = Literal["COMPLETED", "ERROR", "TIMEOUT"]
 
@@ -23,10 +25,14 @@ PauseMode = Literal["freeze", "hold", "drain", "sleep"]
 """What becomes of calls that run when generation is paused."""
 
 
-class EvidenceResult(BaseModel):
-    """An observation that the agent interfered with its grading (records.session.Evidence)."""
+class ResultModel(BaseModel):
+    """A part of a result. Fields that only a newer server knows are kept as they come."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class EvidenceResult(ResultModel):
+    """An observation that the agent interfered with its grading (records.session.Evidence)."""
 
     kind: str
     subject: str = Field(description="the path, test or program that it is about")
@@ -35,28 +41,76 @@ class EvidenceResult(BaseModel):
     count: int = Field(1, description="observations that this entry stands for")
 
 
-class TraceResult(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class TraceResult(ResultModel):
+    """A sequence of tokens to train on (records.trajectory.Trace). Lists of the response are aligned with
+    `response_ids`."""
 
     prompt_ids: list[int]
     response_ids: list[int]
-    loss_mask: list[int]
-    response_logprobs: list[float] | None = None
+    loss_mask: list[int] = Field(description="1 where a token trains")
+    response_logprobs: list[float] | None = Field(None, description="null where the trainer recomputes them")
     prompt_messages: list[dict[str, Any]] = Field([], description="empty where a bare prompt was sampled from")
     response_messages: list[dict[str, Any]] = []
     tools: list[Any] | None = None
     finish_reason: str | None = None
     reward: float | None = None
+    reason: str | None = Field(None, description="why there is no reward")
+    weight: float = Field(0.0, description="its trainable tokens / the session's")
+    policy_versions: list[int] = Field([], description="-1 for tokens that nobody sampled")
+    exchange_ids: list[str] = Field([], description="whose sampled tokens train here, in order")
+    role: ExchangeRole = "main"
+    agent_id: str | None = None
+    branch_reason: str | None = Field(None, description="of the exchange that it begins with")
+    temperature: float | None = Field(None, description="null where its exchanges differ in it")
+    routed_experts: str | None = Field(None, description="of all tokens but the last: a .npy file in base64")
     metadata: dict[str, Any] = {}
 
+    @model_serializer(mode="wrap")
+    def _leave_out_missing_experts(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]
+        """As the server sends a trace without them. A return type here would take the fields out of the JSON schema."""
+        document: dict[str, Any] = serialize(self)
+        if self.routed_experts is None:
+            document.pop("routed_experts", None)
+        return document
 
-class TrajectoryResult(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    @property
+    def spans(self) -> list[Span]:
+        """Where in the response each exchange's sampled tokens stand."""
+        return msgspec.convert(self.metadata.get("spans", []), list[Span])
 
+    @property
+    def turn_rewards(self) -> dict[str, float]:
+        """Rewards of single turns, by exchange id."""
+        return msgspec.convert(self.metadata.get("turn_rewards", {}), dict[str, float])
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """What divides the logits whose log-probabilities these are, by exchange id; only where it is known."""
+        return msgspec.convert(self.metadata.get("scales", {}), dict[str, float])
+
+
+class TrajectoryResult(ResultModel):
     status: SessionStatus
     traces: list[TraceResult] = []
     metadata: dict[str, Any] = {}
     error: str | None = None
+
+    @property
+    def excluded(self) -> list[ExcludedSpan]:
+        """Sampled tokens that are in no trace, and why."""
+        return msgspec.convert(self.metadata.get("excluded", []), list[ExcludedSpan])
+
+    @property
+    def tokens(self) -> TokenCounts:
+        return msgspec.convert(self.metadata.get("tokens", _NO_TOKENS), TokenCounts)
+
+    @property
+    def builder(self) -> str:
+        """Which builder made the traces."""
+        return str(self.metadata.get("builder", ""))
+
+
+_NO_TOKENS = {"computed": 0, "unique": 0, "trainable": 0}
 
 
 class SessionTiming(BaseModel):
@@ -70,9 +124,7 @@ class SessionTiming(BaseModel):
     postrun_ms: float = 0.0
 
 
-class SessionResult(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class SessionResult(ResultModel):
     session_id: str
     task_id: str
     status: SessionStatus
@@ -85,11 +137,19 @@ class SessionResult(BaseModel):
     evidence: list[EvidenceResult] = Field([], description="of tampering; metadata.suspicious: some of it is proven")
     metadata: dict[str, Any] = {}
 
+    @property
+    def suspicious(self) -> bool:
+        """Whether its agent is proven to have tampered with its grading."""
+        return bool(self.metadata.get("suspicious"))
 
-class TaskSession(BaseModel):
+    @property
+    def stale(self) -> bool:
+        """Whether it was sampled from an older policy than its task takes."""
+        return bool(self.metadata.get("stale"))
+
+
+class TaskSession(ResultModel):
     """Where one session of a task is by now."""
-
-    model_config = ConfigDict(extra="allow")
 
     sample: int
     state: Literal["queued", "leased", "waiting", "done"] = Field(description="waiting: for another try")
@@ -98,9 +158,7 @@ class TaskSession(BaseModel):
     id: str | None = Field(None, description="of the session that it ended with")
 
 
-class TaskStatus(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class TaskStatus(ResultModel):
     task_id: str
     run: str = DEFAULT_RUN
     status: TaskState
@@ -128,10 +186,8 @@ class NumberedResult(SessionResult):
     sample: int
 
 
-class GroupResult(BaseModel):
+class GroupResult(ResultModel):
     """All sessions of a task that has ended."""
-
-    model_config = ConfigDict(extra="allow")
 
     task_id: str
     run: str = DEFAULT_RUN

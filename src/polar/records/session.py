@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from polar.errors import PolarError
 from polar.records.exchange import Exchange
 
 NOT_RUNNABLE = "not_runnable"
@@ -12,6 +13,10 @@ NOT_RUNNABLE = "not_runnable"
 
 PLATFORM_REASONS = frozenset({"sandbox_failed", "store_failed", "engine_failed", "node_failed", NOT_RUNNABLE})
 """Reasons for which a session is tried again: they say nothing of the agent."""
+
+HoldReason = Literal["verify_failed", "verify_error"]
+"""Why a session is held back: it failed the check, or the check itself failed."""
+HOLD_REASONS: frozenset[str] = frozenset(("verify_failed", "verify_error"))
 
 EvidenceKind = Literal[
     "test_edited",  # a protected test, or a file that configures tests, was changed, added or deleted
@@ -52,6 +57,26 @@ class Verdict(Struct, frozen=True):
     evidence: list[Evidence] = field(default_factory=list)  # of tampering
 
 
+class SessionSummary(Struct):
+    """A session without its calls: what a stored session and a received result both say, and exporters write."""
+
+    session_id: str
+    created_at: float
+    run: str = "default"
+    metadata: dict[str, Any] = field(default_factory=dict)
+    ended_at: float | None = None
+    reward: float | None = None
+    reason: str | None = None  # why there is no reward, where somebody said so
+    suspicious: bool = False  # its agent is proven to have tampered with its grading
+    evidence: list[Evidence] = field(default_factory=list)  # of that
+
+    @property
+    def group_id(self) -> str:
+        """The task that it is a sample of. Without one, a session is a group of its own."""
+        named = (self.metadata.get(key) for key in ("task_id", "group"))
+        return str(next((name for name in named if name is not None), self.session_id))
+
+
 class Session(Struct):
     """One harness run. The key itself is never stored, only its SHA-256."""
 
@@ -71,6 +96,20 @@ class Session(Struct):
     def suspicious(self) -> bool:
         return is_suspicious(self.evidence)
 
+    @property
+    def summary(self) -> SessionSummary:
+        return SessionSummary(
+            self.session_id,
+            self.created_at,
+            self.run,
+            self.metadata,
+            self.ended_at,
+            self.reward,
+            self.reason,
+            self.suspicious,
+            self.evidence,
+        )
+
 
 class SessionRecord(Struct):
     """A session, whole."""
@@ -78,3 +117,13 @@ class SessionRecord(Struct):
     session: Session | None = None  # None: there is no such session
     exchanges: list[Exchange] = []
     damage: str | None = None  # why it can't be read
+
+
+class HeldBackError(PolarError):
+    """A session that must not be handed on. `kind` is that of the first problem, for machines."""
+
+    def __init__(self, session_id: str, reason: HoldReason, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.session_id = session_id
+        self.reason: HoldReason = reason
+        self.kind = kind

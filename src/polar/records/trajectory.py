@@ -11,8 +11,9 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.records.exchange import ExchangeRole, Logprobs
+from polar.records.exchange import Logprobs
 from polar.records.experts import Experts
+from polar.records.spans import ExchangeRole, ExcludedSpan, Span, TokenCounts
 
 Ids = NDArray[np.int32]
 Mask = NDArray[np.uint8]
@@ -47,7 +48,7 @@ class TokenPath(Struct):
     logprobs: Logprobs | None  # as long as `sampled`; None where the trainer recomputes them, or nothing trains
     versions: Ids | None  # likewise, one policy version per sampled token
     num_trainable: int  # how many of the first sampled tokens train
-    excluded: list["ExcludedSpan"] = field(default_factory=list)
+    excluded: list[ExcludedSpan] = field(default_factory=list)
     role: ExchangeRole = "main"
     agent_id: str | None = None
     branch_reason: str | None = None
@@ -57,16 +58,6 @@ class TokenPath(Struct):
     reward: float | None = None  # of this turn alone, where an evaluator gave one
     images: list[Image] = field(default_factory=list)
     experts: Experts | None = None  # of all tokens but the last, where the engine tells
-
-
-class ExcludedSpan(Struct, frozen=True):
-    """Sampled tokens `start` to `stop` (exclusive) of an exchange are in no trace, and why: `undelivered`,
-    `role_...`, or the exchange's `untrainable`."""
-
-    exchange_id: str
-    start: int
-    stop: int
-    reason: str
 
 
 class SessionPaths(Struct):
@@ -81,16 +72,6 @@ class SessionPaths(Struct):
     @property
     def num_trainable(self) -> int:
         return sum(path.num_trainable for path in self.paths)
-
-
-class Span(Struct, frozen=True, gc=False):
-    """Tokens `start` to `stop` of a trace's response were sampled by an exchange, from its sampled token `offset`
-    on."""
-
-    exchange_id: str
-    start: int
-    stop: int
-    offset: int
 
 
 class Trace(Struct):
@@ -116,12 +97,6 @@ class Trace(Struct):
     turn_rewards: dict[str, float] = field(default_factory=dict)  # by exchange id
     scales: dict[str, float] = field(default_factory=dict)  # likewise: Path.scale, where it is known
     experts: Experts | None = None  # of all tokens but the last, where the engine tells
-
-
-class TokenCounts(Struct, frozen=True):
-    computed: int  # tokens that a trainer runs through its model
-    unique: int  # tokens of the tree
-    trainable: int
 
 
 class Trajectory(Struct):

@@ -1,15 +1,21 @@
-"""Trajectories as JSON: plain dicts and lists, with the field names that trainers read.
+"""Trajectories as JSON, both ways: plain dicts and lists, with the field names that trainers read.
+
+    Trajectory -> trajectory_to_dict -> JSON -> SessionResult -> trajectory_from_result -> Trajectory
+    TreeTrajectory -> tree_to_dict -> JSON -> tree_from_dict -> TreeTrajectory
 
 Everything an array holds is written as it is: a float32 becomes the double of the same value, so that reading it back
 gives the same bits. A trace's messages and tools are those of the harness's requests; whoever has them passes them in.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
+import numpy as np
 
 from polar.records import experts
-from polar.records.trajectory import ROOT, Term, TokenCounts, Trace, Trajectory, TreeTrajectory
+from polar.records.result import SessionResult, TraceResult
+from polar.records.spans import ExcludedSpan, TokenCounts
+from polar.records.trajectory import ROOT, Term, Trace, Trajectory, TreeSession, TreeTrajectory
 
 
 class TraceMessages(msgspec.Struct):
@@ -116,3 +122,84 @@ def _term_to_dict(term: Term) -> dict[str, Any]:
 
 def _counts_to_dict(counts: TokenCounts) -> dict[str, int]:
     return {"computed": counts.computed, "unique": counts.unique, "trainable": counts.trainable}
+
+
+def trajectory_from_result(result: SessionResult) -> Trajectory:
+    """Raises msgspec.ValidationError or ValueError where the result's metadata or arrays are malformed."""
+    received = result.trajectory
+    return Trajectory(
+        session_id=result.session_id,
+        builder=received.builder,
+        traces=[_trace_from_result(result.session_id, trace) for trace in received.traces],
+        excluded=received.excluded,
+        tokens=received.tokens,
+        reward=result.reward,
+        reason=result.reason,
+    )
+
+
+_TRAINING_FIELDS = frozenset(("weight", "policy_versions", "exchange_ids"))
+"""Fields without which a trace can't be trained on. They have defaults only for programs that don't train."""
+
+
+def _trace_from_result(session_id: str, trace: TraceResult) -> Trace:
+    if missing := _TRAINING_FIELDS - trace.model_fields_set:
+        raise ValueError(f"A trace of session {session_id} has no {', '.join(sorted(missing))}.")
+    routed, tokens = trace.routed_experts, len(trace.prompt_ids) + len(trace.response_ids)
+    return Trace(
+        session_id=session_id,
+        prompt_ids=np.array(trace.prompt_ids, np.int32),
+        response_ids=np.array(trace.response_ids, np.int32),
+        loss_mask=np.array(trace.loss_mask, np.uint8),
+        logprobs=None if trace.response_logprobs is None else np.array(trace.response_logprobs, np.float32),
+        policy_versions=np.array(trace.policy_versions, np.int32),
+        weight=trace.weight,
+        exchange_ids=trace.exchange_ids,
+        spans=trace.spans,
+        role=trace.role,
+        agent_id=trace.agent_id,
+        branch_reason=trace.branch_reason,
+        temperature=trace.temperature,
+        finish_reason=trace.finish_reason,
+        reward=trace.reward,
+        reason=trace.reason,
+        turn_rewards=trace.turn_rewards,
+        scales=trace.scales,
+        experts=None if routed is None else experts.from_wire(routed, tokens),
+    )
+
+
+class _NodeDocument(msgspec.Struct):
+    parent: int | None
+    depth: int
+    ids: list[int]
+
+
+class _TreeDocument(msgspec.Struct):
+    nodes: list[_NodeDocument]
+    terms: list[Term]
+    sessions: list[TreeSession]
+    tokens: TokenCounts
+    excluded: list[ExcludedSpan] = []
+
+
+def tree_from_dict(document: dict[str, Any]) -> TreeTrajectory:
+    """Raises msgspec.ValidationError where the document is malformed."""
+    read = msgspec.convert(document, _TreeDocument, dec_hook=_decode_array)
+    nodes = read.nodes
+    return TreeTrajectory(
+        ids=np.array([token for node in nodes for token in node.ids], np.int32),
+        starts=np.cumsum([0, *(len(node.ids) for node in nodes)], dtype=np.int64),
+        parents=np.array([ROOT if node.parent is None else node.parent for node in nodes], np.int32),
+        depths=np.array([node.depth for node in nodes], np.int64),
+        terms=read.terms,
+        sessions=read.sessions,
+        excluded=read.excluded,
+        tokens=read.tokens,
+    )
+
+
+def _decode_array(kind: Any, values: Any) -> Any:
+    """`kind` is an NDArray of some number type."""
+    (number_type,) = get_args(get_args(kind)[1])
+    return np.array(values, number_type)

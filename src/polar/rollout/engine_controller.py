@@ -1,10 +1,11 @@
 """Engines and the policy: changed here once, and in force at every node when the caller is answered."""
 
 import asyncio
+import contextlib
 from collections import defaultdict
 
-from polar.engines.base import normalize_engine_url
-from polar.engines.desired_state import DesiredEngines, PauseState
+from polar.config import DEFAULT_RUN
+from polar.engines.base import DesiredEngines, DesiredPool, PauseState, RunEngine, normalize_engine_url
 from polar.errors import ConfigError, EngineError, PolarError
 from polar.rollout.events import EventBus
 from polar.rollout.lease_manager import LeaseManager
@@ -43,7 +44,24 @@ class EngineController:
         if version is not None:
             await self._store.set_policy_versions({url: version})
             self._run_registry.versions[url] = version
+        had = url in self._run_registry.engines.pools.get(run, DesiredPool()).replica_urls
         self._run_registry.add_replica(run, url)
+        try:
+            await self._apply_everywhere(run, "engines.changed", seconds)
+        except EngineError:  # it has another model than the run, say
+            if not had and self._run_registry.remove_replica(run, url):
+                with contextlib.suppress(EngineError, NotAppliedYet):
+                    await self._apply_everywhere(run, "engines.changed", seconds)
+            raise
+
+    def describe_engine(self, run: str) -> RunEngine:
+        return self._run_registry.pool_state(run).engine
+
+    async def set_engine(self, run: str, engine: RunEngine, seconds: float) -> None:
+        """What the run's engines are; those that it has must be of that kind and model."""
+        if run == DEFAULT_RUN:
+            raise ConfigError(f"The engine of the run {DEFAULT_RUN} is what [engine] says: give another run its own.")
+        self._run_registry.settings(run).engine = engine
         await self._apply_everywhere(run, "engines.changed", seconds)
 
     async def remove_replica(self, run: str, url: str, seconds: float) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from polar.config import ServerSettings
-from polar.engines.desired_state import DesiredEngines, DesiredPool
+from polar.engines.base import DesiredEngines, DesiredPool
 from polar.errors import StoreError
 from polar.records.session import NOT_RUNNABLE
 from polar.rollout.events import EventBus
@@ -423,7 +423,7 @@ class LeaseManager:
         if node_id == self.sleep_node_id:
             return engines
         pools = {
-            run: DesiredPool(pool.replicas, "hold" if pool.paused == "sleep" else pool.paused, pool.since)
+            run: DesiredPool(pool.replicas, "hold" if pool.paused == "sleep" else pool.paused, pool.since, pool.engine)
             for run, pool in engines.pools.items()
         }
         return DesiredEngines(engines.generation, pools, engines.server)

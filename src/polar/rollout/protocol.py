@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Raw, Struct, field
 
-from polar.engines.desired_state import DesiredEngines
+from polar.engines.base import DesiredEngines
 from polar.errors import PolarError
 from polar.records.session import Evidence
 

@@ -17,7 +17,7 @@ from cachetools import LRUCache
 
 from polar.records import wire
 from polar.records.result import ResultUnit, SuspiciousFilter
-from polar.records.session import SessionRecord, is_suspicious
+from polar.records.session import HeldBackError, SessionRecord, is_suspicious
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.queue.records import TaskRow, WorkRow
 from polar.rollout.results import (
@@ -29,7 +29,7 @@ from polar.rollout.results import (
     with_outcome,
 )
 from polar.store.base import Store
-from polar.trajectory.checker import HeldBackError, SessionChecker
+from polar.trajectory.checker import SessionChecker
 from polar.trajectory.session import GroupTree
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.config import DEFAULT_RUN, Compat
-from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, PauseState, RunEngine
 
 
 class Quotas(Struct, frozen=True):
@@ -38,6 +38,7 @@ class RunSettings(Struct):
     paused: PauseState | None = None
     compat: Compat | None = None  # whose meaning its tasks have [default: the server's]
     since: int = 0  # the generation of the engines in which they were frozen last
+    engine: RunEngine = RunEngine()
 
     @classmethod
     def decode(cls, text: str) -> "RunSettings":
@@ -78,7 +79,7 @@ def parse_staleness_limits(request: str) -> StalenessLimits:
 class RunRegistry:
     """All runs, and the state that their engines are to be in, in memory.
 
-    Nodes put it in force (engines.desired_state). Whoever changes it stores the change.
+    Nodes put it in force (engines.base.DesiredEngines). Whoever changes it stores the change.
     """
 
     def __init__(
@@ -129,12 +130,12 @@ class RunRegistry:
     def pool_state(self, run: str) -> DesiredPool:
         settings = self.runs.get(run, RunSettings())
         replicas = [DesiredReplica(url, self.versions.get(url, 0)) for url in self.replica_urls(run)]
-        return DesiredPool(replicas, settings.paused, settings.since)
+        return DesiredPool(replicas, settings.paused, settings.since, settings.engine)
 
     def replica_urls(self, run: str) -> list[str]:
         """A run's own replicas, else the default's."""
         settings = self.runs.get(run, RunSettings())
-        if run != DEFAULT_RUN and not settings.added:
+        if run != DEFAULT_RUN and not self._has_own_engines(run):
             return self.replica_urls(DEFAULT_RUN)
         configured = self._configured if run == DEFAULT_RUN else []
         return [url for url in dict.fromkeys((*configured, *settings.added)) if url not in settings.removed]
@@ -144,7 +145,8 @@ class RunRegistry:
         return max((self.versions.get(url, 0) for url in self.replica_urls(run)), default=0)
 
     def _has_own_engines(self, run: str) -> bool:
-        return bool(self.runs[run].added)
+        """Engines, or a model that those of the default run don't have."""
+        return run in self.runs and (bool(self.runs[run].added) or self.runs[run].engine != RunEngine())
 
     def add_replica(self, run: str, url: str) -> None:
         settings = self.settings(run)

@@ -8,7 +8,7 @@ network (but for the gateway, through one address), or see another runtime. What
 (processes, mounts, cgroups, sockets, folders) carries its id, so that a node that starts again finds and removes what
 a crash left.
 
-Kinds are plug-ins (entry points `polar.runtimes`); `tests/contract/runtimes.py` is the contract that each must pass.
+Kinds are plug-ins (entry points `polar.runtimes`); `polar.testing.RuntimeContract` is the contract that each must pass.
 """
 
 from collections.abc import Collection

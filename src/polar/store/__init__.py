@@ -4,7 +4,7 @@
     export_session -> session_copy -> bytes -> session_copy -> import_session (another store's)
     exchanges -> reader <- base_link: bases followed, whole requests and prompts again <- rows <- SQL
 
-`base` has the Protocol and the records, `schema.sql` and `queries.sql` all of the SQL, for SQLite and PostgreSQL alike.
+`base` has the Protocol, `schema.sql` and `queries.sql` all of the SQL, for SQLite and PostgreSQL alike.
 `RelationalStore` is the store over either of them; only `sqlite` and `postgres` know which one it is.
 """
 

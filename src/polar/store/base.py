@@ -1,4 +1,4 @@
-"""What is kept: sessions, and every model call they made.
+"""What a store does: it keeps sessions, and every model call they made.
 
 The store is the truth. `append` returns when the exchange would survive kill -9 (or loss of power, if so
 configured), and only then does the harness get the last byte of the reply.

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from polar.records.session import Evidence, is_suspicious
+from polar.records.session import Evidence, HeldBackError, is_suspicious
 from polar.telemetry.metrics import MAX_RUN_LABELS, GaugeCollector, LabelCap, make_gauge
-from polar.trajectory.checker import HeldBackError
 
 _MAX_REASON_LABELS = 50
 _MAX_STAGE_LABELS = 20

@@ -10,27 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from polar.errors import PolarError
+from polar.records import wire
 from polar.records.exchange import Logprobs
-from polar.records.trajectory import (
-    ROOT,
-    ExcludedSpan,
-    Ids,
-    Span,
-    Term,
-    TokenCounts,
-    Trace,
-    Trajectory,
-    TreeSession,
-    TreeTrajectory,
-)
+from polar.records.result import GroupResult
+from polar.records.session import HOLD_REASONS
+from polar.records.spans import ExcludedSpan
+from polar.records.trajectory import ROOT, Ids, Trace, TreeTrajectory
 from polar.train.packing import TokenTree
-from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_in_checked_share
+from polar.trajectory.checker import SessionChecker, is_in_checked_share
 from polar.trajectory.document_check import check_received, check_received_tree, find_hold_reason
 from polar.trajectory.verify import Problem
 
@@ -93,114 +85,22 @@ class RolloutGroup(Struct):
         ]
 
 
-# As the service sends it
-
-
-class _Node(Struct):
-    parent: int | None
-    depth: int
-    ids: list[int]
-
-
-class _Term(Struct):
-    session_id: str
-    exchange_id: str
-    node: int
-    start: int
-    stop: int
-    offset: int
-    logprobs: list[float] | None
-    policy_versions: list[int]
-    weight: float
-    scale: float | None = None
-
-
-class _TreeDocument(Struct):
-    nodes: list[_Node]
-    terms: list[_Term]
-    sessions: list[TreeSession]
-    tokens: TokenCounts
-    excluded: list[ExcludedSpan] = []
-
-
-class _TraceMetadata(Struct):
-    spans: list[Span]
-    turn_rewards: dict[str, float] = {}
-    scales: dict[str, float] = {}
-
-
-class _Trace(Struct):
-    prompt_ids: list[int]
-    response_ids: list[int]
-    loss_mask: list[int]
-    response_logprobs: list[float] | None
-    policy_versions: list[int]
-    exchange_ids: list[str]
-    reward: float | None
-    weight: float
-    metadata: _TraceMetadata
-
-
-class _TrajectoryMetadata(Struct):
-    excluded: list[ExcludedSpan] = []
-    tokens: TokenCounts = TokenCounts(0, 0, 0)
-
-
-class _Trajectory(Struct):
-    traces: list[_Trace] = []
-    metadata: _TrajectoryMetadata = field(default_factory=_TrajectoryMetadata)
-
-
-class _ResultMetadata(Struct, frozen=True):
-    suspicious: bool = False
-
-
-class _Result(Struct):
-    session_id: str
-    reward: float | None
-    reason: str | None
-    metadata: _ResultMetadata = _ResultMetadata()
-    trajectory: _Trajectory | None = None
-
-
-class _GroupDocument(Struct):
-    task_id: str
-    cursor: int
-    results: list[_Result]
-
-
-class _ResultSummary(Struct):
-    """A result without what it was made of."""
-
-    session_id: str
-    reward: float | None
-    reason: str | None
-    metadata: _ResultMetadata = _ResultMetadata()
-
-
-class _GroupSummary(Struct):
-    task_id: str
-    cursor: int
-    results: list[_ResultSummary]
-
-
 def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
     """`data` is the group as the feed gave it, and `tree` its `prefix_tree`. Sessions that aren't in the tree, since
     they ended before they began, say, are still members. Those that fail the check are members with that reason."""
-    summary = msgspec.json.decode(data, type=_GroupSummary)
-    document = msgspec.convert(tree, _TreeDocument)
-    in_tree = {session.session_id: session for session in document.sessions}
+    document = GroupResult.model_validate_json(data)
+    received = wire.tree_from_dict(tree)
+    in_tree = {session.session_id: session for session in received.sessions}
     members = []
-    for one in summary.results:
-        member = GroupMember(one.session_id, one.reward, one.reason, suspicious=one.metadata.suspicious)
+    for one in document.results:
+        member = GroupMember(one.session_id, one.reward, one.reason, suspicious=one.suspicious)
         if (there := in_tree.get(one.session_id)) is not None:
             member.turn_rewards = there.turn_rewards
             if there.reason in HOLD_REASONS:  # the service held it back when it made the tree
                 member.reward, member.reason = None, there.reason
         members.append(member)
-    group = RolloutGroup(index, summary.task_id, summary.cursor, members, [], unique=document.tokens.unique)
-    group.excluded_tokens.update(_count_excluded(document.excluded))
-    received = _to_tree_trajectory(document)
+    group = RolloutGroup(index, document.task_id, document.cursor, members, [], unique=received.tokens.unique)
+    group.excluded_tokens.update(_count_excluded(received.excluded))
     problems = _make_problem_finder(received)
     for member in members:
         _hold_back_if_invalid(member, group, checker, partial(problems, member.session_id))
@@ -224,27 +124,22 @@ def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: Sess
 
 def group_from_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
     """Of a group as the feed gave it: each trace is a tree of one path."""
-    document = msgspec.json.decode(data, type=_GroupDocument)
+    document = GroupResult.model_validate_json(data)
     group = RolloutGroup(index, document.task_id, document.cursor, [], [])
     walks = []
     for result in document.results:
-        member = GroupMember(result.session_id, result.reward, result.reason, suspicious=result.metadata.suspicious)
+        member = GroupMember(result.session_id, result.reward, result.reason, suspicious=result.suspicious)
         group.members.append(member)
-        if result.trajectory is None:
-            continue
-        group.excluded_tokens.update(_count_excluded(result.trajectory.metadata.excluded))
-        group.unique += result.trajectory.metadata.tokens.unique
-        _hold_back_if_invalid(member, group, checker, partial(_find_problems, result))
+        trajectory = wire.trajectory_from_result(result)
+        group.excluded_tokens.update(_count_excluded(trajectory.excluded))
+        group.unique += trajectory.tokens.unique
+        _hold_back_if_invalid(member, group, checker, partial(check_received, trajectory))
         if member.reason in HOLD_REASONS:
             continue
-        for trace in result.trajectory.traces:
-            member.turn_rewards |= trace.metadata.turn_rewards
-            walks.append(_flatten_trace(result.session_id, trace))
+        for trace in trajectory.traces:
+            member.turn_rewards |= trace.turn_rewards
+            walks.append(_flatten_trace(trace))
     return _build_group(group, walks)
-
-
-def _find_problems(result: _Result) -> list[Problem]:
-    return check_received(_to_trajectory(result))
 
 
 def _hold_back_if_invalid(
@@ -271,63 +166,6 @@ def _make_problem_finder(tree: TreeTrajectory) -> Callable[[str], list[Problem]]
     return problems
 
 
-def _to_tree_trajectory(document: _TreeDocument) -> TreeTrajectory:
-    nodes = document.nodes
-    return TreeTrajectory(
-        ids=np.array([token for node in nodes for token in node.ids], np.int32),
-        starts=np.cumsum([0, *(len(node.ids) for node in nodes)], dtype=np.int64),
-        parents=np.array([ROOT if node.parent is None else node.parent for node in nodes], np.int32),
-        depths=np.array([node.depth for node in nodes], np.int64),
-        terms=[
-            Term(
-                term.session_id,
-                term.exchange_id,
-                term.node,
-                term.start,
-                term.stop,
-                term.offset,
-                None if term.logprobs is None else np.array(term.logprobs, np.float32),
-                np.array(term.policy_versions, np.int32),
-                term.weight,
-                term.scale,
-            )
-            for term in document.terms
-        ],
-        sessions=document.sessions,
-        excluded=document.excluded,
-        tokens=document.tokens,
-    )
-
-
-def _to_trajectory(result: _Result) -> Trajectory:
-    """As far as it is checked."""
-    assert result.trajectory is not None
-    metadata = result.trajectory.metadata
-    traces = [
-        Trace(
-            session_id=result.session_id,
-            prompt_ids=np.array(trace.prompt_ids, np.int32),
-            response_ids=np.array(trace.response_ids, np.int32),
-            loss_mask=np.array(trace.loss_mask, np.uint8),
-            logprobs=None if trace.response_logprobs is None else np.array(trace.response_logprobs, np.float32),
-            policy_versions=np.array(trace.policy_versions, np.int32),
-            weight=trace.weight,
-            exchange_ids=trace.exchange_ids,
-            spans=trace.metadata.spans,
-            role="main",
-            agent_id=None,
-            branch_reason=None,
-            temperature=None,
-            finish_reason=None,
-            reward=trace.reward,
-        )
-        for trace in result.trajectory.traces
-    ]
-    return Trajectory(
-        result.session_id, "received", traces, metadata.excluded, metadata.tokens, result.reward, result.reason
-    )
-
-
 def _count_excluded(stretches: Iterable[ExcludedSpan]) -> Counter[str]:
     found: Counter[str] = Counter()
     for one in stretches:
@@ -344,8 +182,8 @@ class _SampledSpan(Struct):
     session_id: str
     exchange_id: str
     start: int
-    logprobs: list[float] | Logprobs | None
-    versions: list[int] | Ids
+    logprobs: Logprobs | None
+    versions: Ids
     weight: float  # of each token
     scale: float | None
     node: int = 0
@@ -358,22 +196,22 @@ class _FlatTree(Struct):
     sampled_spans: list[_SampledSpan]
 
 
-def _flatten_trace(session_id: str, trace: _Trace) -> _FlatTree:
+def _flatten_trace(trace: Trace) -> _FlatTree:
     context = len(trace.prompt_ids)
-    trained = sum(span.stop - span.start for span in trace.metadata.spans)
+    trained = sum(span.stop - span.start for span in trace.spans)
     stretches = [
         _SampledSpan(
-            session_id,
+            trace.session_id,
             span.exchange_id,
             context + span.start,
-            None if trace.response_logprobs is None else trace.response_logprobs[span.start : span.stop],
+            None if trace.logprobs is None else trace.logprobs[span.start : span.stop],
             trace.policy_versions[span.start : span.stop],
             trace.weight / trained,
-            trace.metadata.scales.get(span.exchange_id),
+            trace.scales.get(span.exchange_id),
         )
-        for span in trace.metadata.spans
+        for span in trace.spans
     ]
-    ids = np.array([*trace.prompt_ids, *trace.response_ids], np.int32)
+    ids = np.concatenate((trace.prompt_ids, trace.response_ids))
     return _FlatTree(ids, np.array([0, len(ids)], np.int64), np.array([ROOT], np.int32), stretches)
 
 

@@ -13,7 +13,7 @@ from polar.client.submission import load_tasks
 from polar.config import EngineSettings
 from polar.errors import ConfigError
 from polar.records.task import TaskRequest
-from polar.rollout.overrides import Overrides
+from polar.tasks.overrides import Overrides
 from polar.torch_runtime import run_on_compute_thread
 from polar.train.checkpoint import CheckpointStore, export_model
 from polar.train.learner import Learner

@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
+from polar.records.session import HOLD_REASONS
 from polar.torch_runtime import run_on_compute_thread
 from polar.train.batch import TrainingGroup, mark_stale_sessions, select_training_sessions
 from polar.train.checkpoint import CheckpointStore, JournalEntry, Progress
@@ -27,7 +28,6 @@ from polar.train.learner import Learner, LearnerStats, compute_mean_ratio
 from polar.train.metrics import GpuMonitor, Metrics, StepMetrics
 from polar.train.rollouts import Evaluation, RolloutScheduler
 from polar.train.settings import TrainSettings
-from polar.trajectory.checker import HOLD_REASONS
 from polar.weight_sync.base import ProbeFailedError, SyncError
 from polar.weight_sync.publisher import EngineVersions
 from polar.weight_sync.updater import SyncReport

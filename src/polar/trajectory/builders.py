@@ -18,16 +18,14 @@ import numpy as np
 
 from polar.records.exchange import Logprobs
 from polar.records.experts import Experts
+from polar.records.spans import ExcludedSpan, Span, TokenCounts
 from polar.records.trajectory import (
     NO_VERSION,
     ROOT,
-    ExcludedSpan,
     Ids,
     Mask,
     SessionPaths,
-    Span,
     Term,
-    TokenCounts,
     TokenPath,
     Trace,
     Trajectory,

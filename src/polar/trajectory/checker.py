@@ -23,30 +23,16 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
-from polar.errors import PolarError
-from polar.records.exchange import Exchange, ExchangeRole
-from polar.records.session import Session
+from polar.records.exchange import Exchange
+from polar.records.session import HeldBackError, Session
+from polar.records.spans import ExchangeRole
 from polar.records.trajectory import TokenPath, Trajectory, TreeTrajectory
 from polar.trajectory.roles import RoleOverrides
 from polar.trajectory.verify import ContextIndex, Problem, RecordedSession, check_records, check_trajectory, check_tree
 
 log = logging.getLogger(__name__)
-
-HoldReason = Literal["verify_failed", "verify_error"]
-"""Why a session is held back: it failed the check, or the check itself failed."""
-HOLD_REASONS: frozenset[str] = frozenset(("verify_failed", "verify_error"))
-
-
-class HeldBackError(PolarError):
-    """A session that must not be handed on. `kind` is that of the first problem, for machines."""
-
-    def __init__(self, session_id: str, reason: HoldReason, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.session_id = session_id
-        self.reason: HoldReason = reason
-        self.kind = kind
 
 
 class CheckWatcher(Protocol):

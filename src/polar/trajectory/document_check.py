@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polar.records.exchange import Logprobs
-from polar.records.trajectory import NO_VERSION, ExcludedSpan, Ids, Term, Trace, Trajectory, TreeTrajectory
-from polar.trajectory.checker import HeldBackError, HoldReason, SessionChecker, is_in_checked_share
+from polar.records.session import HeldBackError, HoldReason
+from polar.records.spans import ExcludedSpan
+from polar.records.trajectory import NO_VERSION, Ids, Term, Trace, Trajectory, TreeTrajectory
+from polar.trajectory.checker import SessionChecker, is_in_checked_share
 from polar.trajectory.verify import describe_malformed_tree
 from polar.trajectory.verify_rows import MAX_LOGPROB, MIN_LOGPROB, Problem, ProblemKind
 

@@ -21,7 +21,7 @@ from msgspec import Struct, field
 
 from polar.errors import ConfigError
 from polar.harnesses.base import CallPatterns, RolePattern
-from polar.records.exchange import TRAINABLE_ROLES, ExchangeRole
+from polar.records.spans import TRAINABLE_ROLES, ExchangeRole
 from polar.trajectory.conversations import Conversation, ModelCall, Turn, link_turns, message_text, read_call
 
 __all__ = ["CallLabel", "CallPatterns", "ModelCall", "RoleOverrides", "RolePattern", "assign_roles", "read_call"]

@@ -14,21 +14,20 @@ from polar.harnesses import find_call_patterns
 from polar.plugins import load as load_plugin
 from polar.records import experts, wire
 from polar.records.exchange import Exchange, VersionSpan
-from polar.records.session import Session
+from polar.records.session import HeldBackError, Session, SessionSummary
+from polar.records.spans import ExcludedSpan, TokenCounts
 from polar.records.trajectory import (
     NO_VERSION,
-    ExcludedSpan,
     Ids,
     Image,
     SessionPaths,
-    TokenCounts,
     TokenPath,
     Trajectory,
     TreeSession,
     TreeTrajectory,
 )
 from polar.store.base import Store
-from polar.trajectory.checker import HeldBackError, SessionCheck, SessionChecker
+from polar.trajectory.checker import SessionCheck, SessionChecker
 from polar.trajectory.roles import CallLabel, ModelCall, RoleOverrides, assign_roles, read_call
 from polar.trajectory.teacher import logprob_conditions
 from polar.types import Media, Message, Request, ToolResult
@@ -56,7 +55,7 @@ class SessionCall(NamedTuple):
     label: CallLabel
 
 
-def read_session_calls(session: Session, exchanges: Iterable[Exchange]) -> list[SessionCall]:
+def read_session_calls(session: Session | SessionSummary, exchanges: Iterable[Exchange]) -> list[SessionCall]:
     """Of all of a session's exchanges. Reading requests takes most of the time that a session's result does."""
     exchanges = list(exchanges)
     with cache_decoded_items():
@@ -189,7 +188,7 @@ async def encode_trajectory(store: Store, session_id: str, builder: str, checker
 
 
 def assign_session_roles(
-    session: Session, calls: list[ModelCall], overrides: RoleOverrides | None = None
+    session: Session | SessionSummary, calls: list[ModelCall], overrides: RoleOverrides | None = None
 ) -> dict[str, CallLabel]:
     """Each call's role and agent."""
     harness = session.metadata.get("harness")

@@ -20,19 +20,10 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from polar.records.exchange import TRAINABLE_ROLES, Exchange, ExchangeRole, Logprobs
+from polar.records.exchange import Exchange, Logprobs
 from polar.records.session import Session
-from polar.records.trajectory import (
-    NO_VERSION,
-    ExcludedSpan,
-    Ids,
-    Image,
-    Term,
-    TokenPath,
-    Trace,
-    Trajectory,
-    TreeTrajectory,
-)
+from polar.records.spans import TRAINABLE_ROLES, ExchangeRole, ExcludedSpan
+from polar.records.trajectory import NO_VERSION, Ids, Image, Term, TokenPath, Trace, Trajectory, TreeTrajectory
 from polar.trajectory.verify_contexts import ContextIndex, ExchangeContext
 from polar.trajectory.verify_rows import Problem, ProblemKind, check_records
 

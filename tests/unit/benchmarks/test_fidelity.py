@@ -19,7 +19,8 @@ from benchmarks.fidelity.sessions import RecordedSession
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.records.exchange import Exchange, RawRequest, VersionSpan
 from polar.records.session import Session
-from polar.records.trajectory import ExcludedSpan, Ids, Span
+from polar.records.spans import ExcludedSpan, Span
+from polar.records.trajectory import Ids
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import read_session_paths
 from polar.types import Reply, Text

@@ -1,8 +1,8 @@
 """Sessions made by hand, as the service tells of them."""
 
 from polar.export.base import SessionItem
+from polar.export.polar import render_session_result
 from polar.records.result import SessionResult
-from polar.rollout.results import render_session_result
 
 
 def result(item: SessionItem) -> SessionResult:

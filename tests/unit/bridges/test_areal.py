@@ -9,9 +9,9 @@ from polar.bridges import areal, rollouts
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
+from polar.testing.conversations import item
+from polar.testing.token_paths import path, session
 from tests.unit.bridges.pretending import pretend
-from tests.unit.export.samples import item
-from tests.unit.trajectory.samples import path, session
 
 
 class PlayedBridge:

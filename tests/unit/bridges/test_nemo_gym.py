@@ -24,14 +24,14 @@ from polar.bridges.settings import BridgeSettings, load_settings
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.records.trajectory import SessionPaths, Trace
+from polar.testing.conversations import Talk, item, said
+from polar.testing.token_paths import path
 from polar.trajectory.builders import per_request, prefix_merging
 from polar.types import Text
 from tests.bridging import served, serving, task
 from tests.unit.bridges import nemo_contract as nemo_rl
 from tests.unit.bridges.telling import result
-from tests.unit.export.samples import Talk, item, said
 from tests.unit.train import tiny
-from tests.unit.trajectory.samples import path
 
 
 def run(one: SessionItem) -> dict[str, Any]:

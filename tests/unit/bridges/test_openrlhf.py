@@ -21,10 +21,10 @@ from polar.config import EngineSettings, SamplingOverrides
 from polar.engines.base import TokenPrompt
 from polar.engines.vllm import VllmEngine
 from polar.errors import ConfigError, EngineError
+from polar.testing.conversations import item
+from polar.testing.token_paths import path, session
 from polar.types import Request, SamplingParams
 from tests.unit.bridges.pretending import pretend
-from tests.unit.export.samples import item
-from tests.unit.trajectory.samples import path, session
 
 
 class Engine:

@@ -12,8 +12,8 @@ from polar.bridges.rollouts import GroupKeys, SessionGroup
 from polar.bridges.skyrl import build_lines, check_config, weight_advantages_by_session
 from polar.errors import ConfigError
 from polar.records.trajectory import SessionPaths
-from tests.unit.export.samples import item
-from tests.unit.trajectory.samples import path
+from polar.testing.conversations import item
+from polar.testing.token_paths import path
 
 
 def group(asked: int, *rewards: float, scale: float | None = 1.0) -> SessionGroup:

@@ -18,11 +18,11 @@ from polar.bridges.slime import build_samples, pad_to_ranks
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.records.trajectory import SessionPaths
+from polar.testing.conversations import item as item_of
+from polar.testing.token_paths import path
 from tests.trainers.splitting import split
 from tests.unit.bridges import slime_contract as contract
-from tests.unit.export.samples import item as item_of
 from tests.unit.train import tiny
-from tests.unit.trajectory.samples import path
 
 TASKS = ["fix", "build", "test", "run"]
 

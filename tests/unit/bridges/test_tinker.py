@@ -12,9 +12,9 @@ from polar.bridges import tinker
 from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.rollouts import SessionGroup
 from polar.records.trajectory import SessionPaths
+from polar.testing.conversations import item
+from polar.testing.token_paths import path
 from tests.trainers.splitting import split
-from tests.unit.export.samples import item
-from tests.unit.trajectory.samples import path
 
 
 def group(*rewards: float) -> SessionGroup:

@@ -22,8 +22,8 @@ from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.export.trl import make_filler_row
 from polar.records.trajectory import SessionPaths
-from tests.unit.export.samples import item
-from tests.unit.trajectory.samples import path
+from polar.testing.conversations import item
+from polar.testing.token_paths import path
 
 PAD = 99
 

@@ -11,10 +11,10 @@ from polar.bridges import bridge
 from polar.bridges.rollouts import SessionGroup
 from polar.bridges.verifiers import Plugin, build_info, build_nodes, plugin
 from polar.records.trajectory import SessionPaths
+from polar.testing.conversations import Talk, item
+from polar.testing.token_paths import path
 from polar.types import Text, ToolCall
 from tests.unit.bridges.telling import result
-from tests.unit.export.samples import Talk, item
-from tests.unit.trajectory.samples import path
 
 
 def branches(made: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -18,11 +18,11 @@ from polar.errors import ConfigError, PolarError
 from polar.export.base import SessionItem
 from polar.export.verl import trajectory_keys
 from polar.records.task import TaskRequest
+from polar.testing.conversations import item
+from polar.testing.token_paths import path, session
 from polar.trajectory.builders import per_request
 from polar.weight_sync.base import WeightMismatchError
 from tests.unit.bridges.pretending import pretend
-from tests.unit.export.samples import item
-from tests.unit.trajectory.samples import path, session
 
 
 def split(name: str) -> SessionItem:

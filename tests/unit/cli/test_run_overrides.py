@@ -4,7 +4,7 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.records.task import TaskRequest
-from polar.rollout.overrides import Overrides
+from polar.tasks.overrides import Overrides
 
 TASK = TaskRequest.model_validate(
     {

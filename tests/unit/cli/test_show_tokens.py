@@ -9,7 +9,7 @@ from rich.text import Text as Styled
 from polar.cli.show_tokens import TokenView, decodes_to_replies
 from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.records.exchange import Exchange
-from polar.records.trajectory import ExcludedSpan
+from polar.records.spans import ExcludedSpan
 from polar.rendering.tokenizer import Tokenizer
 from polar.types import Reply, Text
 from tests.unit.cli.test_show_tree import call, path_of

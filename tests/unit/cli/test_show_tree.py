@@ -15,7 +15,8 @@ from rich.tree import Tree
 from polar.cli.show_tree import render_tree
 from polar.records.exchange import Exchange, RawRequest, VersionSpan
 from polar.records.session import Evidence, Session
-from polar.records.trajectory import ExcludedSpan, TokenPath
+from polar.records.spans import ExcludedSpan
+from polar.records.trajectory import TokenPath
 from polar.types import Reasoning, Reply, Text, ToolCall
 
 SESSION = Session("s1", b"", 0.0, status="ended", reward=0.5)

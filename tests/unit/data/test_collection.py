@@ -13,9 +13,9 @@ from polar.data.collection import Budget, Collection, lock_collection
 from polar.errors import ConfigError
 from polar.node.finished_session import FinishedSession
 from polar.node.task_plan import TaskPlan
+from polar.records.sample import sample_key, with_task_key
 from polar.records.session import Session, Verdict
 from polar.records.task import TaskRequest
-from polar.rollout.samples import sample_key, with_task_key
 from polar.store.base import Store
 from polar.types import Usage, UsageTotals
 

@@ -7,10 +7,10 @@ from types import ModuleType
 import msgspec
 import pytest
 
+from polar.testing.token_paths import path, session
 from polar.train import groups
 from polar.trajectory.checker import SessionChecker
 from tests.unit.train import documents
-from tests.unit.trajectory.samples import path, session
 
 
 @pytest.fixture

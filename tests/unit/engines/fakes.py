@@ -66,6 +66,9 @@ class FakeEngine:
         self._obey("count")
         return 7
 
+    async def tokenize(self, text: str) -> list[int] | None:
+        return None
+
     async def reports_version_spans(self) -> bool:
         return False
 

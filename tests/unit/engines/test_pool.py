@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
+from polar.config import EngineSettings
 from polar.engines.pool import EnginePool
+from polar.engines.run_model import RunModel
 from polar.errors import EngineError
 from tests.unit.engines.fakes import (
     REQUEST,
@@ -18,7 +20,7 @@ from tests.unit.engines.fakes import (
 
 
 def pool_of(*engines: FakeEngine) -> EnginePool:
-    return EnginePool(engines, max_inflight=512)
+    return EnginePool(engines, RunModel("default", EngineSettings()))
 
 
 # Replicas that come and go

@@ -9,7 +9,6 @@ import pytest
 from aiohttp import web
 
 from polar.config import EngineSettings
-from polar.engines.chat import ChatEngine
 from polar.engines.openai import OpenAIEngine
 from polar.engines.scripted import ScriptedServer
 from polar.engines.sglang import SglangEngine
@@ -50,7 +49,7 @@ async def server(status: int, body: Any = None) -> AsyncIterator[tuple[str, Told
     ],
 )
 async def test_each_engine_is_told_in_its_own_words(
-    kind: type[ChatEngine], told_to_sleep: tuple[str, str, bytes], told_to_wake: tuple[str, str, bytes]
+    kind: type[OpenAIEngine], told_to_sleep: tuple[str, str, bytes], told_to_wake: tuple[str, str, bytes]
 ) -> None:
     async with server(200) as (url, told):
         engine = kind(url, EngineSettings())
@@ -61,7 +60,7 @@ async def test_each_engine_is_told_in_its_own_words(
 
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
-async def test_a_server_without_the_route_can_not_sleep(kind: type[ChatEngine]) -> None:
+async def test_a_server_without_the_route_can_not_sleep(kind: type[OpenAIEngine]) -> None:
     async with server(404) as (url, _):
         engine = kind(url, EngineSettings())
         assert not await engine.sleep()
@@ -71,7 +70,7 @@ async def test_a_server_without_the_route_can_not_sleep(kind: type[ChatEngine]) 
 
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
-async def test_a_server_that_fails_to_sleep_is_told_of(kind: type[ChatEngine]) -> None:
+async def test_a_server_that_fails_to_sleep_is_told_of(kind: type[OpenAIEngine]) -> None:
     async with server(500) as (url, _):
         engine = kind(url, EngineSettings())
         with pytest.raises(EngineError, match="500"):
@@ -92,7 +91,7 @@ async def test_an_endpoint_that_knows_nothing_of_sleep_is_not_asked() -> None:
 
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
-async def test_a_server_without_the_route_can_not_be_frozen(kind: type[ChatEngine]) -> None:
+async def test_a_server_without_the_route_can_not_be_frozen(kind: type[OpenAIEngine]) -> None:
     async with server(404) as (url, told):
         engine = kind(url, EngineSettings())
         assert not await engine.freeze()
@@ -136,7 +135,7 @@ async def test_an_answer_that_says_nothing_is_told_of(status: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [SglangEngine, OpenAIEngine])
-async def test_who_can_not_tell_is_not_asked(kind: type[ChatEngine]) -> None:
+async def test_who_can_not_tell_is_not_asked(kind: type[OpenAIEngine]) -> None:
     async with server(200) as (url, told):
         engine = kind(url, EngineSettings())
         assert await engine.get_state() is None

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from polar.errors import ConfigError
 from polar.evaluators import answer as answer_module
 from polar.evaluators.answer import Answer, extract_answer, extract_last_number, normalize
-from tests.unit.evaluators.work import Place
+from polar.testing.grading import WorkFactory
 
 
-async def reward(place: Place, answer: str, **config: Any) -> float | None:
+async def reward(place: WorkFactory, answer: str, **config: Any) -> float | None:
     work = await place.work()
     work.answer = answer
     return (await Answer(config).evaluate(work)).reward
@@ -65,16 +65,16 @@ def test_the_final_answer(text: str, answer: str) -> None:
         ("number", 15, "nan inf 1e999", False),
     ],
 )
-async def test_matching(place: Place, match: str, expected: Any, answer: str, right: bool) -> None:
+async def test_matching(place: WorkFactory, match: str, expected: Any, answer: str, right: bool) -> None:
     assert await reward(place, answer, match=match, expected=expected) == float(right)
 
 
-async def test_a_tolerance_is_absolute(place: Place) -> None:
+async def test_a_tolerance_is_absolute(place: WorkFactory) -> None:
     assert await reward(place, "3.1", match="number", expected=3.14, tolerance=0.05) == 1.0
     assert await reward(place, "3.0", match="number", expected=3.14, tolerance=0.05) == 0.0
 
 
-async def test_a_pattern_says_which_part_is_the_answer(place: Place) -> None:
+async def test_a_pattern_says_which_part_is_the_answer(place: WorkFactory) -> None:
     text = "<a>1</a> then <a>2</a>\nAnswer: 3"
     assert await reward(place, text, expected="2", pattern="<a>(.*?)</a>") == 1.0
     assert await reward(place, text, expected="<a>2</a>", match="exact", pattern="<a>.?</a>") == 1.0
@@ -82,11 +82,13 @@ async def test_a_pattern_says_which_part_is_the_answer(place: Place) -> None:
     assert await reward(place, "Answer: 3", expected="3", pattern="<a>(.*?)</a>") == 0.0
 
 
-async def test_an_empty_answer_is_never_right(place: Place) -> None:
+async def test_an_empty_answer_is_never_right(place: WorkFactory) -> None:
     assert await reward(place, "<a> </a>", expected=".*", match="regex", pattern="<a>(.*?)</a>") == 0.0
 
 
-async def test_a_text_made_to_stop_the_search_earns_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_text_made_to_stop_the_search_earns_nothing(
+    place: WorkFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(answer_module, "_SEARCH_TIMEOUT_SECONDS", 0.5)
     assert await reward(place, "a" * 5000, expected="a", pattern="(a+)+b") == 0.0
 
@@ -102,7 +104,7 @@ async def test_a_text_made_to_stop_the_search_earns_nothing(place: Place, monkey
         ("mkdir out; truncate -s 1T out/answer", 0.0),
     ],
 )
-async def test_an_answer_in_a_file(place: Place, agent: str, right: float) -> None:
+async def test_an_answer_in_a_file(place: WorkFactory, agent: str, right: float) -> None:
     work = await place.work(agent)
     work.answer = "Paris"
     verdict = await Answer({"expected": "paris", "file": "out/answer"}).evaluate(work)

@@ -3,8 +3,8 @@
 import pytest
 
 from polar.evaluators import load_evaluator
+from polar.testing.grading import WorkFactory
 from tests.attack.cheats_of_files import CHEATS, HONEST, Case
-from tests.unit.evaluators.work import Place
 
 QUICK = [case for case in [*CHEATS, *HONEST] if case.quick]
 PROVEN = {
@@ -16,7 +16,7 @@ PROVEN = {
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-async def test_honest_work_is_paid_and_no_cheat_is(place: Place, case: Case) -> None:
+async def test_honest_work_is_paid_and_no_cheat_is(place: WorkFactory, case: Case) -> None:
     work = await place.work(case.script, files=case.files, runtime=case.runtime, evaluator=case.evaluator)
     assert work.task.evaluator is not None
     verdict = await load_evaluator(work.task.evaluator).evaluate(work)

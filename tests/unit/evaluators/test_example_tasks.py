@@ -7,7 +7,7 @@ import pytest
 
 from polar.plugins import load
 from polar.tasks.reader import read
-from tests.unit.evaluators.work import Place
+from polar.testing.grading import WorkFactory
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PLAYS = tomllib.loads((EXAMPLES / "plays/right.toml").read_text())["plays"]
@@ -43,7 +43,7 @@ PYTHON_CHEATS = {
 }
 
 
-async def reward(place: Place, name: str, agent: str) -> float | None:
+async def reward(place: WorkFactory, name: str, agent: str) -> float | None:
     (task,) = read([EXAMPLES / "tasks" / f"{name}.toml"], backend="local")
     assert task.evaluator is not None
     prepare = [step.model_dump(mode="json") for step in task.runtime.prepare]
@@ -56,16 +56,16 @@ def solution(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", RUN_BY_THEIR_GRADER)
-async def test_honest_work_is_rewarded(place: Place, name: str) -> None:
+async def test_honest_work_is_rewarded(place: WorkFactory, name: str) -> None:
     assert await reward(place, name, solution(name)) == 1
 
 
 @pytest.mark.parametrize("code", PYTHON_CHEATS.values(), ids=PYTHON_CHEATS)
-async def test_a_module_earns_nothing_by_cheating(place: Place, code: str) -> None:
+async def test_a_module_earns_nothing_by_cheating(place: WorkFactory, code: str) -> None:
     assert await reward(place, "fix-failing-test", f"cat > stats.py <<'END'\n{code}\nEND") == 0
 
 
 @pytest.mark.parametrize(("name", "script"), [("fix-shell-script", "backup.sh"), ("write-script", "words.sh")])
-async def test_a_script_earns_nothing_by_cheating(place: Place, name: str, script: str) -> None:
+async def test_a_script_earns_nothing_by_cheating(place: WorkFactory, name: str, script: str) -> None:
     for line in ("exit 0", "kill -9 $PPID", "cat .grader/* $PPID"):
         assert await reward(place, name, f"echo '{line}' > {script}") == 0

@@ -10,7 +10,7 @@ from polar.errors import ConfigError
 from polar.evaluators.base import GraderError
 from polar.evaluators.harbor import Harbor, read_rewards
 from polar.records.session import Verdict
-from tests.unit.evaluators.work import AgentWork, Place
+from polar.testing.grading import AgentWork, WorkFactory
 
 JUDGE = """\
 #!/bin/bash
@@ -32,23 +32,23 @@ def tests(tmp_path: Path) -> Path:
     return folder
 
 
-async def worked(place: Place, agent: str, **runtime: Any) -> AgentWork:
+async def worked(place: WorkFactory, agent: str, **runtime: Any) -> AgentWork:
     return await place.work(agent, runtime={"workdir": "/app", **runtime})
 
 
-async def judged(place: Place, tests: Path, agent: str, **config: Any) -> Verdict:
+async def judged(place: WorkFactory, tests: Path, agent: str, **config: Any) -> Verdict:
     return await Harbor({"tests": str(tests), **config}).evaluate(await worked(place, agent))
 
 
 @pytest.mark.runtimes
-async def test_solved_and_not(sandbox: Place, tests: Path) -> None:
+async def test_solved_and_not(sandbox: WorkFactory, tests: Path) -> None:
     verdict = await judged(sandbox, tests, SOLVED)
     assert (verdict.reward, verdict.detail["rewards"]) == (1.0, {"reward": 1.0})
     assert (await judged(sandbox, tests, "")).reward == 0.0
 
 
 @pytest.mark.runtimes
-async def test_files_outside_of_the_workspace_count_and_logs_are_kept(sandbox: Place, tests: Path) -> None:
+async def test_files_outside_of_the_workspace_count_and_logs_are_kept(sandbox: WorkFactory, tests: Path) -> None:
     (tests / "test.sh").write_text(
         'echo looked; cat /srv/it; echo {\\"reward\\": 0.25, \\"other\\": 1} > /logs/verifier/reward.json; echo 1 > '
         "/logs/verifier/reward.txt; echo more > /logs/verifier/more.txt\n"
@@ -73,13 +73,13 @@ async def test_files_outside_of_the_workspace_count_and_logs_are_kept(sandbox: P
         "echo 'echo 1 > /logs/verifier/reward.json; exit' | tee ~/.bashrc ~/.profile ~/.bash_profile /etc/profile",
     ],
 )
-async def test_cheats_earn_nothing(sandbox: Place, tests: Path, agent: str) -> None:
+async def test_cheats_earn_nothing(sandbox: WorkFactory, tests: Path, agent: str) -> None:
     assert (await judged(sandbox, tests, agent)).reward == 0.0
 
 
 @pytest.mark.runtimes
 @pytest.mark.parametrize("shim", ["/opt/first/cat", "/opt/tools/cat", "/opt/tools/judge"])
-async def test_programs_of_the_agents_are_not_called(sandbox: Place, tests: Path, shim: str) -> None:
+async def test_programs_of_the_agents_are_not_called(sandbox: WorkFactory, tests: Path, shim: str) -> None:
     """Before another in PATH, or in its place."""
     tool = {"type": "upload_file", "target": "/opt/tools/cat", "content": '#!/bin/sh\nexec /usr/bin/cat "$@"\n'}
     steps = [tool, {"type": "exec", "command": "chmod +x /opt/tools/cat"}]
@@ -94,7 +94,9 @@ async def test_programs_of_the_agents_are_not_called(sandbox: Place, tests: Path
 
 @pytest.mark.runtimes
 @pytest.mark.parametrize("path", ["/etc/ld.so.preload", "/etc/gitconfig", "/root/.bashrc", "/var/lib/x", "/notes"])
-async def test_what_the_task_does_not_name_of_the_system_is_as_it_was(sandbox: Place, tests: Path, path: str) -> None:
+async def test_what_the_task_does_not_name_of_the_system_is_as_it_was(
+    sandbox: WorkFactory, tests: Path, path: str
+) -> None:
     (tests / "test.sh").write_text(
         f"[ -s {path} ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt\n"
     )
@@ -104,7 +106,7 @@ async def test_what_the_task_does_not_name_of_the_system_is_as_it_was(sandbox: P
 
 
 @pytest.mark.runtimes
-async def test_changes_elsewhere_are_carried_as_they_are(sandbox: Place, tests: Path) -> None:
+async def test_changes_elsewhere_are_carried_as_they_are(sandbox: WorkFactory, tests: Path) -> None:
     (tests / "test.sh").write_text(
         'cd /srv/site && [ ! -e old ] && [ -x run.sh ] && [ -d empty ] && [ "$(cat deep/er/index)" = new ] '
         '&& [ "$(readlink current)" = deep ] && [ "$(stat -c %a private)" = 700 ] && [ "$(cat kept)" = kept ]'
@@ -121,7 +123,7 @@ async def test_changes_elsewhere_are_carried_as_they_are(sandbox: Place, tests: 
 
 
 @pytest.mark.runtimes
-async def test_a_virtual_environment_in_path_is_as_it_was(sandbox: Place, tests: Path) -> None:
+async def test_a_virtual_environment_in_path_is_as_it_was(sandbox: WorkFactory, tests: Path) -> None:
     (tests / "test.sh").write_text("tool > /logs/verifier/reward.txt\n")
     make = "mkdir -p /app/env/bin; printf '#!/bin/sh\\necho 0\\n' > /app/env/bin/tool; chmod +x /app/env/bin/tool"
     path = {"PATH": "/app/env/bin:/usr/bin:/bin"}
@@ -133,7 +135,7 @@ async def test_a_virtual_environment_in_path_is_as_it_was(sandbox: Place, tests:
 
 
 @pytest.mark.runtimes
-async def test_no_reward_is_whose_doing_it_is(sandbox: Place, tests: Path) -> None:
+async def test_no_reward_is_whose_doing_it_is(sandbox: WorkFactory, tests: Path) -> None:
     (tests / "test.sh").write_text("[ -e /app/broken ] && exit 1\necho 1 > /logs/verifier/reward.txt\n")
     verdict = await judged(sandbox, tests, "touch broken")
     assert (verdict.reward, verdict.detail["exit_code"]) == (0.0, 1)
@@ -155,7 +157,7 @@ async def test_no_reward_is_whose_doing_it_is(sandbox: Place, tests: Path) -> No
     ],
 )
 async def test_tests_that_end_without_a_reward_by_nature_excuse_nobody(
-    sandbox: Place, tests: Path, script: str, why: str
+    sandbox: WorkFactory, tests: Path, script: str, why: str
 ) -> None:
     (tests / "test.sh").write_text(f"{script}echo 1 > /logs/verifier/reward.txt\n")
     verdict = await judged(sandbox, tests, "", timeout_seconds=2)
@@ -164,18 +166,18 @@ async def test_tests_that_end_without_a_reward_by_nature_excuse_nobody(
 
 
 @pytest.mark.runtimes
-async def test_a_live_runtime(sandbox: Place, tests: Path) -> None:
+async def test_a_live_runtime(sandbox: WorkFactory, tests: Path) -> None:
     work = await sandbox.work(SOLVED, runtime={"workdir": "/app"}, evaluator={"refresh_runtime": False})
     verdict = await Harbor({"tests": str(tests)}).evaluate(work)
     assert (verdict.reward, verdict.detail["live"]) == (1.0, True)
 
 
-async def test_local_has_no_root_of_its_own(place: Place, tests: Path) -> None:
+async def test_local_has_no_root_of_its_own(place: WorkFactory, tests: Path) -> None:
     with pytest.raises(GraderError, match="not local"):
         await judged(place, tests, SOLVED)
 
 
-async def test_settings_that_can_not_be_used(place: Place, tmp_path: Path) -> None:
+async def test_settings_that_can_not_be_used(place: WorkFactory, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.tests: it must be an absolute path"):
         Harbor({"tests": "tests"})
     for path in ("etc", "/", "/etc/../x"):

@@ -15,9 +15,9 @@ from polar.evaluators.sandbox.confinement import MIN_LANDLOCK_VERSION, landlock_
 from polar.evaluators.signed_run import Isolation, SignedRun
 from polar.plugins import load
 from polar.records.session import Evidence
+from polar.testing.grading import WITH_PLUGINS, WITHOUT_PLUGINS, WorkFactory
 from tests.contract.image import OTHER, PLAIN, ensure_image
 from tests.selection import leave_to_slow
-from tests.unit.evaluators.work import WITH_PLUGINS, WITHOUT_PLUGINS, Place
 
 needs_landlock = pytest.mark.skipif(landlock_version() < MIN_LANDLOCK_VERSION, reason="the kernel has no Landlock")
 
@@ -64,7 +64,7 @@ class Graded(NamedTuple):
 
 
 async def grade(
-    place: Place,
+    place: WorkFactory,
     code: str,
     files: dict[str, str],
     *,
@@ -233,27 +233,27 @@ CHEATS = {
 
 @needs_landlock
 @pytest.mark.parametrize("cheat", leave_to_slow(CHEATS, but=("equal to everything", "traces the tests")))
-async def test_code_in_a_process_of_its_own_earns_nothing_by_cheating(place: Place, cheat: str) -> None:
+async def test_code_in_a_process_of_its_own_earns_nothing_by_cheating(place: WorkFactory, cheat: str) -> None:
     graded = await grade(place, CHEATS[cheat], FILES, isolate=True)
     assert (graded.passed, graded.finished) == (False, True)  # the run came to its end, and the tests failed
 
 
 @needs_landlock
 @pytest.mark.parametrize("files", [FILES, UNITTEST], ids=["pytest", "unittest"])
-async def test_honest_work_is_rewarded_across_processes(place: Place, files: dict[str, str]) -> None:
+async def test_honest_work_is_rewarded_across_processes(place: WorkFactory, files: dict[str, str]) -> None:
     assert await grade(place, RIGHT, files, isolate=True) == (True, True, [])
     assert await grade(place, EQUAL, files, isolate=True) == (False, True, [])
 
 
 @needs_landlock
-async def test_forged_messages_are_proof(place: Place) -> None:
+async def test_forged_messages_are_proof(place: WorkFactory) -> None:
     graded = await grade(place, RAW, FILES, isolate=True)
     assert not graded.passed
     assert graded.proven == {"results_forged"}
 
 
 @needs_landlock
-async def test_hidden_tests_alone_are_out_of_reach(place: Place) -> None:
+async def test_hidden_tests_alone_are_out_of_reach(place: WorkFactory) -> None:
     """The same code wins where it runs in the test process: the sentence in docs/evaluators.md holds."""
     assert (await grade(place, READS, FILES)).passed
     reads = "def add(a, b): return int(open('tests/expected.txt').read()) if a == 2 else 2\n"
@@ -261,7 +261,7 @@ async def test_hidden_tests_alone_are_out_of_reach(place: Place) -> None:
 
 
 @needs_landlock
-async def test_no_file_of_the_workspace_takes_the_place_of_an_installed_module(place: Place) -> None:
+async def test_no_file_of_the_workspace_takes_the_place_of_an_installed_module(place: WorkFactory) -> None:
     files = FILES | {"statistics.py": "def mean(values): return 0\n", "tests/expected.txt": "0\n"}
     assert not (await grade(place, "def add(a, b): return 0", files, isolate=True)).passed
 
@@ -277,7 +277,7 @@ async def test_no_file_of_the_workspace_takes_the_place_of_an_installed_module(p
     ],
 )
 async def test_isolate_is_a_setting_of_tests(
-    place: Place, code: str, reward: int, plugins: dict[str, str], option: str
+    place: WorkFactory, code: str, reward: int, plugins: dict[str, str], option: str
 ) -> None:
     config = {
         "command": f"{sys.executable} -m pytest {option} tests",
@@ -305,7 +305,7 @@ async def test_two_processes_in_a_container(tmp_path: Path, engine: str, image: 
         if (why := await kind.unavailable()) is not None:
             pytest.skip(f"no {engine} here: {why}")
         ensure_image(engine, image)
-        place = Place(kind, tmp_path)
+        place = WorkFactory(kind, tmp_path)
         for code, passed in ((RIGHT, True), (EQUAL, False), (MEMORY, False), (WRITES, False)):
             graded = await grade(
                 place, code, UNITTEST, isolate=True, python="python3", backend=engine, image=image, processes=64
@@ -319,14 +319,14 @@ SHOWN = {"traces the tests": TRACED, "hooks the reports": HOOKED, "marks the tes
 
 
 @pytest.mark.parametrize("cheat", leave_to_slow(SHOWN, but=["traces the tests"]))
-async def test_canaries_show_what_code_does_in_the_test_process(place: Place, cheat: str) -> None:
+async def test_canaries_show_what_code_does_in_the_test_process(place: WorkFactory, cheat: str) -> None:
     graded = await grade(place, SHOWN[cheat], FILES)
     assert not graded.passed
     assert graded.proven == {"canary_passed"}, graded
 
 
 @pytest.mark.parametrize(("code", "kind"), [(SWALLOWS, "canary_passed"), (FORGED, "canary_passed")])
-async def test_canaries_among_tests_of_unittest(place: Place, code: str, kind: str) -> None:
+async def test_canaries_among_tests_of_unittest(place: WorkFactory, code: str, kind: str) -> None:
     graded = await grade(place, code, UNITTEST)
     assert not graded.passed
     assert graded.proven == {kind}, graded
@@ -351,6 +351,6 @@ HONEST = {
 
 
 @pytest.mark.parametrize("options", ["", " -x -k 'add or mean'"])
-async def test_honest_tests_that_patch_and_trace_are_believed(place: Place, options: str) -> None:
+async def test_honest_tests_that_patch_and_trace_are_believed(place: WorkFactory, options: str) -> None:
     graded = await grade(place, RIGHT, HONEST, command=COMMAND + options)
     assert (graded.passed, graded.proven) == (True, set()), graded

@@ -19,8 +19,8 @@ from polar.evaluators.changes import FileChange, FolderEntry
 from polar.evaluators.results import BrokenResultsError, CaseResult, RunResults
 from polar.evaluators.transfer.protected_files import ProtectedFiles, ProtectionConfig
 from polar.records.session import Verdict
+from polar.testing.grading import WITH_PLUGINS, WITHOUT_PLUGINS, WorkFactory
 from tests.selection import leave_to_slow
-from tests.unit.evaluators.work import WITH_PLUGINS, WITHOUT_PLUGINS, Place
 
 PYTEST = f"{sys.executable} -m pytest"
 FILES = {
@@ -36,78 +36,78 @@ NAMED = {"must_pass": [ADD], "must_keep": [SAME]}
 FIX = "sed -i 's/a - b/a + b/' calc.py"
 
 
-async def judged(place: Place, agent: str, files: dict[str, str] | None = None, **config: Any) -> Verdict:
+async def judged(place: WorkFactory, agent: str, files: dict[str, str] | None = None, **config: Any) -> Verdict:
     work = await place.work(agent, files={**FILES, **(files or {})})
     return await evaluator.ProjectTests({"command": PYTEST, **NAMED, **config}).evaluate(work)
 
 
-async def test_honest_success(place: Place) -> None:
+async def test_honest_success(place: WorkFactory) -> None:
     verdict = await judged(place, FIX)
     assert verdict.reward == 1.0
     assert verdict.detail == {"dropped": [], "must_pass_failed": [], "must_keep_failed": []}
 
 
-async def test_honest_failure(place: Place) -> None:
+async def test_honest_failure(place: WorkFactory) -> None:
     verdict = await judged(place, "")
     assert (verdict.reward, verdict.detail["must_pass_failed"]) == (0.0, [ADD])
 
 
-async def test_what_worked_must_keep_working(place: Place) -> None:
+async def test_what_worked_must_keep_working(place: WorkFactory) -> None:
     verdict = await judged(place, f"{FIX}; sed -i 's/return a$/return 2/' calc.py")
     assert (verdict.reward, verdict.detail["must_keep_failed"]) == (0.0, [SAME])
 
 
-async def test_partial(place: Place) -> None:
+async def test_partial(place: WorkFactory) -> None:
     both = {"must_pass": [ADD, SAME], "must_keep": [], "partial": True}
     assert (await judged(place, "", **both)).reward == 0.5
     assert (await judged(place, "", partial=True)).reward == 0.0  # doing nothing earns nothing
 
 
-async def test_all_tests_where_none_is_named(place: Place) -> None:
+async def test_all_tests_where_none_is_named(place: WorkFactory) -> None:
     none: dict[str, Any] = {"must_pass": [], "must_keep": []}
     assert (await judged(place, FIX, **none)).reward == 1.0
     verdict = await judged(place, "", **none)
     assert (verdict.reward, verdict.detail["failed"]) == (0.0, [ADD])
 
 
-async def test_a_test_that_is_not_there_has_failed(place: Place) -> None:
+async def test_a_test_that_is_not_there_has_failed(place: WorkFactory) -> None:
     verdict = await judged(place, FIX, must_pass=[ADD, "tests/test_calc.py::test_more"])
     assert verdict.detail["must_pass_failed"] == ["tests/test_calc.py::test_more"]
     assert verdict.reward == 0.0
 
 
-async def test_code_that_can_not_be_imported(place: Place) -> None:
+async def test_code_that_can_not_be_imported(place: WorkFactory) -> None:
     assert (await judged(place, "echo 'raise SystemExit(0)' > calc.py")).reward == 0.0
     assert (await judged(place, "rm calc.py")).reward == 0.0
     assert (await judged(place, "rm -r ../workspace; mkdir ../workspace")).reward == 0.0
 
 
-async def test_code_in_folders_that_the_agent_made_or_moved(place: Place) -> None:
+async def test_code_in_folders_that_the_agent_made_or_moved(place: WorkFactory) -> None:
     moved = "rm calc.py; mkdir calc; printf 'from calc.inner import add, same\\n' > calc/__init__.py; "
     moved += "printf 'def add(a, b): return a + b\\ndef same(a): return a\\n' > calc/inner.py"
     assert (await judged(place, moved)).reward == 1.0
 
 
-async def test_endless_loops_are_the_agents_own(place: Place) -> None:
+async def test_endless_loops_are_the_agents_own(place: WorkFactory) -> None:
     verdict = await judged(place, "echo 'while True: pass' > calc.py", timeout_seconds=3)
     assert (verdict.reward, verdict.detail["why"]) == (0.0, "The tests took too long.")
 
 
-async def test_the_graders_files_are_put_over(place: Place) -> None:
+async def test_the_graders_files_are_put_over(place: WorkFactory) -> None:
     hidden = {"type": "upload_file", "target": "tests/test_calc.py", "content": "def test_add():\n    assert False\n"}
     work = await place.work(FIX, files=FILES)
     config = {"command": PYTEST, "must_pass": [ADD], "files": [hidden]}
     assert (await evaluator.ProjectTests(config).evaluate(work)).reward == 0.0
 
 
-async def test_a_workspace_that_was_too_large_to_keep(place: Place) -> None:
+async def test_a_workspace_that_was_too_large_to_keep(place: WorkFactory) -> None:
     work = await place.work(FIX + "; rm pytest.ini", files=FILES)
     work.initial_workspace = None
     verdict = await evaluator.ProjectTests({"command": PYTEST, **NAMED}).evaluate(work)
     assert (verdict.reward, verdict.detail["dropped"]) == (1.0, ["pytest.ini"])
 
 
-async def test_a_workspace_that_was_too_large_to_take_is_not_the_agents_doing(place: Place) -> None:
+async def test_a_workspace_that_was_too_large_to_take_is_not_the_agents_doing(place: WorkFactory) -> None:
     fill = {"type": "exec", "command": "head -c 2000000 /dev/zero > large"}
     work = await place.work("", files=FILES, runtime={"prepare": [fill]})
     work.initial_workspace = None
@@ -115,20 +115,20 @@ async def test_a_workspace_that_was_too_large_to_take_is_not_the_agents_doing(pl
         await evaluator.ProjectTests({"command": PYTEST, **NAMED, "max_mb": 1}).evaluate(work)
 
 
-async def test_an_agent_that_leaves_too_much(place: Place) -> None:
+async def test_an_agent_that_leaves_too_much(place: WorkFactory) -> None:
     verdict = await judged(place, f"{FIX}; head -c 3000000 /dev/zero > large", max_mb=1)
     assert verdict.reward == 0.0
     assert "larger than" in verdict.detail["why"]
 
 
-async def test_no_pytest_is_no_reward(place: Place) -> None:
+async def test_no_pytest_is_no_reward(place: WorkFactory) -> None:
     with pytest.raises(GraderError, match="No module named '_pytest'"):
         await judged(place, FIX, command="/usr/bin/python3 -m pytest")
     with pytest.raises(GraderError, match="no-such-python"):
         await judged(place, FIX, command="python-no-such-python -m pytest")
 
 
-async def test_a_live_runtime_gets_its_tests_back(place: Place) -> None:
+async def test_a_live_runtime_gets_its_tests_back(place: WorkFactory) -> None:
     work = await place.work(
         f"{FIX}; echo > tests/test_calc.py; echo 'import os; os._exit(0)' > conftest.py",
         files=FILES,
@@ -233,7 +233,7 @@ QUICK = ("linked_test", "conftest", "exit_at_import", "written_results")
 
 
 @pytest.mark.parametrize("name", leave_to_slow(CHEATS, but=QUICK))
-async def test_cheats_earn_nothing(place: Place, name: str) -> None:
+async def test_cheats_earn_nothing(place: WorkFactory, name: str) -> None:
     verdict = await judged(place, CHEATS[name], env=WITH_PLUGINS if name == "plugin_by_entry_point" else {})
     assert verdict.reward == 0.0, verdict
 
@@ -241,7 +241,7 @@ async def test_cheats_earn_nothing(place: Place, name: str) -> None:
 @pytest.mark.parametrize(
     "name", leave_to_slow(["deleted_tests", "exit_when_called", "pytest_exit", "skip"], but=["skip"])
 )
-async def test_nor_where_no_test_is_named(place: Place, name: str) -> None:
+async def test_nor_where_no_test_is_named(place: WorkFactory, name: str) -> None:
     assert (await judged(place, CHEATS[name], must_pass=[], must_keep=[])).reward == 0.0
 
 
@@ -249,7 +249,7 @@ NAIVE = ("rewritten_test", "linked_test", "conftest", "plugin_by_ini", "exit_at_
 
 
 @pytest.mark.parametrize("name", leave_to_slow(NAIVE, but=["linked_test"]))
-async def test_they_would_elsewhere(place: Place, name: str) -> None:
+async def test_they_would_elsewhere(place: WorkFactory, name: str) -> None:
     """In the agent's own folder, by pytest's exit code."""
     work = await place.work(CHEATS[name], files=FILES, evaluator={"refresh_runtime": False})
     done = await work.agent_runtime.run([sys.executable, "-m", "pytest", "-q"], output=work.logs / "naive.log")
@@ -263,7 +263,7 @@ JUNIT = {
 }
 
 
-async def test_junit(place: Place) -> None:
+async def test_junit(place: WorkFactory) -> None:
     assert (await judged(place, FIX, **JUNIT)).reward == 1.0
     assert (await judged(place, "", **JUNIT)).reward == 0.0
     planted = (
@@ -279,7 +279,7 @@ async def test_junit(place: Place) -> None:
             await judged(place, FIX, **{**JUNIT, "command": broken})
 
 
-async def test_junit_files_below_the_workspace_may_be_absolute(place: Place) -> None:
+async def test_junit_files_below_the_workspace_may_be_absolute(place: WorkFactory) -> None:
     assert (await judged(place, FIX, **{**JUNIT, "result_files": ["/workspace/out/junit.xml"]})).reward == 1.0
     for elsewhere in ("/tmp/out/junit.xml", "/workspace"):
         with pytest.raises(GraderError, match=f"config.result_files: {elsewhere} is not below /workspace"):
@@ -290,7 +290,7 @@ async def test_junit_files_below_the_workspace_may_be_absolute(place: Place) -> 
     "command",
     leave_to_slow(["test -e made || exit 3", "until [ -e made ]; do sleep 0.1; done"], but=["test -e made || exit 3"]),
 )
-async def test_a_command_that_writes_no_results_for_unfinished_work(place: Place, command: str) -> None:
+async def test_a_command_that_writes_no_results_for_unfinished_work(place: WorkFactory, command: str) -> None:
     config = {**JUNIT, "command": f"{command}; {JUNIT['command']}"}
     assert (await judged(place, FIX, **config, timeout_seconds=2)).reward == 0.0
     assert (await judged(place, f"{FIX}; touch made", **config)).reward == 1.0
@@ -299,7 +299,7 @@ async def test_a_command_that_writes_no_results_for_unfinished_work(place: Place
 @pytest.mark.parametrize(
     "left", leave_to_slow(["touch a", "ln -s a a", "mkdir a; ln -s b a/b", "mkdir a; touch a/b"], but=["ln -s a a"])
 )
-async def test_a_workspace_that_is_gone_after_the_command(place: Place, left: str) -> None:
+async def test_a_workspace_that_is_gone_after_the_command(place: WorkFactory, left: str) -> None:
     work = await place.work("touch gone", files=FILES, runtime={"workdir": "/a/b"})
     command = f"if [ -e gone ]; then cd ../..; rm -r a; {left}; exit; fi; {JUNIT['command']}"
     verdict = await evaluator.ProjectTests({**JUNIT, **NAMED, "command": command}).evaluate(work)
@@ -322,7 +322,9 @@ async def test_a_workspace_that_is_gone_after_the_command(place: Place, left: st
         (".venv/../../bin/python", "mkdir ../bin; ln -s PYTHON ../bin/python"),
     ],
 )
-async def test_an_interpreter_of_the_workspace_is_not_told_the_secret(place: Place, python: str, prepare: str) -> None:
+async def test_an_interpreter_of_the_workspace_is_not_told_the_secret(
+    place: WorkFactory, python: str, prepare: str
+) -> None:
     steps = f"mkdir -p .venv/bin; ln -s PYTHON .venv/bin/python; ln -s python .venv/bin/python9; {prepare}"
     made = {"type": "exec", "command": steps.replace("PYTHON", sys.executable)}
     path = {"PATH": ".venv/bin:/usr/bin:/bin"}
@@ -333,7 +335,7 @@ async def test_an_interpreter_of_the_workspace_is_not_told_the_secret(place: Pla
         await signed_run.SignedRun(fresh, plan, WITHOUT_PLUGINS, work.scratch).check(work.logs / "log")
 
 
-async def test_an_interpreter_that_the_agent_puts_before_another(place: Place) -> None:
+async def test_an_interpreter_that_the_agent_puts_before_another(place: WorkFactory) -> None:
     path = {"PATH": f"bin:{Path(sys.executable).parent}:/usr/bin:/bin"}
     shim = "mkdir bin; printf '#!/bin/sh\\ntouch ../called\\n' > bin/python3; chmod +x bin/python3"
     work = await place.work(f"{FIX}; {shim}", files=FILES, runtime={"env": path})
@@ -341,7 +343,7 @@ async def test_an_interpreter_that_the_agent_puts_before_another(place: Place) -
     assert verdict.reward == 1.0, verdict
 
 
-async def test_deletions_need_no_more_than_rm(place: Place, tmp_path: Path) -> None:
+async def test_deletions_need_no_more_than_rm(place: WorkFactory, tmp_path: Path) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()
     for name in ("sh", "rm", "sed", "touch", "readlink"):
@@ -372,7 +374,7 @@ UNITTEST = {
 }
 
 
-async def test_unittest(place: Place) -> None:
+async def test_unittest(place: WorkFactory) -> None:
     names = ["test_add (test_it.T)", "test_it.T.test_add", "Adds two.", "test_parts (test_it.T)"]
     config = {"command": f"{sys.executable} -m unittest -v test_it", "must_pass": names, "must_keep": []}
     assert (await judged(place, FIX, UNITTEST, **config)).reward == 1.0
@@ -406,7 +408,7 @@ def with_pytest(tmp_path: Path) -> dict[str, Any]:
         ("printf 'x = []\\nwhile True: x.append(bytearray(10**7))\\n' >> calc.py", 0.0),
     ],
 )
-async def test_in_a_sandbox(sandbox: Place, with_pytest: dict[str, Any], agent: str, reward: float) -> None:
+async def test_in_a_sandbox(sandbox: WorkFactory, with_pytest: dict[str, Any], agent: str, reward: float) -> None:
     work = await sandbox.work(agent, files=FILES, runtime={**with_pytest, "memory_mb": 300})
     verdict = await evaluator.ProjectTests({**NAMED, "timeout_seconds": 60}).evaluate(work)
     assert verdict.reward == reward, verdict

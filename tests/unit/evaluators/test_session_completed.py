@@ -3,7 +3,7 @@ import pytest
 from polar.errors import ConfigError
 from polar.evaluators.base import Outcome
 from polar.evaluators.session_completed import SessionCompleted
-from tests.unit.evaluators.work import Place
+from polar.testing.grading import WorkFactory
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from tests.unit.evaluators.work import Place
         (Outcome("length", 0, 1.0), 0.0),
     ],
 )
-async def test_an_end_of_its_own_with_0_is_1(place: Place, outcome: Outcome, reward: float) -> None:
+async def test_an_end_of_its_own_with_0_is_1(place: WorkFactory, outcome: Outcome, reward: float) -> None:
     work = await place.work()
     work.outcome = outcome
     assert (await SessionCompleted({}).evaluate(work)).reward == reward

@@ -14,8 +14,8 @@ from polar.evaluators.changes import find_changes
 from polar.evaluators.patches import list_patch_paths, make_patch
 from polar.evaluators.swebench import SweBench
 from polar.records.session import Verdict
+from polar.testing.grading import AgentWork, WorkFactory
 from tests.selection import leave_to_slow
-from tests.unit.evaluators.work import AgentWork, Place
 
 FILES = {
     "calc/__init__.py": "def add(a, b):\n    return a - b\n\n\ndef same(a):\n    return a\n",
@@ -67,15 +67,15 @@ ROW: dict[str, Any] = {
 }
 
 
-async def worked(place: Place, agent: str) -> AgentWork:
+async def worked(place: WorkFactory, agent: str) -> AgentWork:
     return await place.work(agent, files=FILES, runtime={"prepare": [GIT]})
 
 
-async def judged(place: Place, agent: str, **row: Any) -> Verdict:
+async def judged(place: WorkFactory, agent: str, **row: Any) -> Verdict:
     return await SweBench({**ROW, **row}).evaluate(await worked(place, agent))
 
 
-async def test_resolved_and_not(place: Place) -> None:
+async def test_resolved_and_not(place: WorkFactory) -> None:
     verdict = await judged(place, FIX)
     assert (verdict.reward, verdict.detail["resolved"]) == (1.0, True)
     verdict = await judged(place, "echo '# nothing' >> calc/__init__.py")
@@ -85,7 +85,7 @@ async def test_resolved_and_not(place: Place) -> None:
     assert (verdict.reward, verdict.detail["PASS_TO_PASS_failed"]) == (0.0, PASS_TO_PASS)
 
 
-async def test_the_model_patch_is_kept_and_applies(place: Place, tmp_path: Path) -> None:
+async def test_the_model_patch_is_kept_and_applies(place: WorkFactory, tmp_path: Path) -> None:
     work = await worked(
         place, f"{FIX}; echo 'x = 1' > calc/new.py; git -c user.name=a -c user.email=a@b commit -qam mine; rm setup.cfg"
     )
@@ -106,7 +106,7 @@ def applied(file: Path, folder: Path) -> str:
     return code.read_text()
 
 
-async def test_an_empty_patch_is_not_run(place: Place) -> None:
+async def test_an_empty_patch_is_not_run(place: WorkFactory) -> None:
     for agent in ("", "echo > calc/tests/test_calc.py; touch conftest.py; rm setup.cfg"):
         work = await worked(place, agent)
         verdict = await SweBench(ROW).evaluate(work)
@@ -114,24 +114,24 @@ async def test_an_empty_patch_is_not_run(place: Place) -> None:
         assert not (work.logs / "swebench.log").exists()
 
 
-async def test_a_test_patch_that_does_not_apply_is_no_reward(place: Place) -> None:
+async def test_a_test_patch_that_does_not_apply_is_no_reward(place: WorkFactory) -> None:
     with pytest.raises(GraderError, match="does not apply"):
         await judged(place, FIX, test_patch=TEST_PATCH.replace("-from calc import same", "-from calc import other"))
 
 
-async def test_the_repository_is_the_workspace(place: Place) -> None:
+async def test_the_repository_is_the_workspace(place: WorkFactory) -> None:
     assert (await judged(place, FIX, repo_dir="/workspace/")).reward == 1.0
     with pytest.raises(GraderError, match=r"repo_dir is /testbed.*runtime\.workdir"):
         await judged(place, FIX, repo_dir="/testbed")
 
 
-async def test_a_workspace_that_was_too_large_to_keep(place: Place) -> None:
+async def test_a_workspace_that_was_too_large_to_keep(place: WorkFactory) -> None:
     work = await worked(place, FIX)
     work.initial_workspace = None
     assert (await SweBench(ROW).evaluate(work)).reward == 1.0
 
 
-async def test_a_live_runtime_is_refused(place: Place) -> None:
+async def test_a_live_runtime_is_refused(place: WorkFactory) -> None:
     work = await place.work(FIX, files=FILES, evaluator={"refresh_runtime": False})
     with pytest.raises(GraderError, match="refresh_runtime"):
         await SweBench(ROW).evaluate(work)
@@ -148,11 +148,11 @@ CHEATS = [
 
 
 @pytest.mark.parametrize("agent", leave_to_slow(CHEATS, but=[CHEATS[1], CHEATS[-1]]))
-async def test_cheats_earn_nothing(place: Place, agent: str) -> None:
+async def test_cheats_earn_nothing(place: WorkFactory, agent: str) -> None:
     assert (await judged(place, agent)).reward == 0.0
 
 
-async def test_names_as_unittest_prints_them(place: Place) -> None:
+async def test_names_as_unittest_prints_them(place: WorkFactory) -> None:
     tests = [
         "import unittest",
         "from calc import add",

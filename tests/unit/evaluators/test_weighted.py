@@ -15,7 +15,7 @@ from polar.evaluators.base import GraderError, GradingContext
 from polar.evaluators.weighted import Weighted
 from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import SandboxError
-from tests.unit.evaluators.work import AgentWork, Place
+from polar.testing.grading import AgentWork, WorkFactory
 
 
 def command(line: str, **part: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ WRONG = {"strategy": "answer", "config": {"expected": "no"}}
 
 
 @pytest.fixture
-async def work(place: Place) -> AgentWork:
+async def work(place: WorkFactory) -> AgentWork:
     work = await place.work("touch made")
     work.answer = "yes"
     return work
@@ -117,7 +117,7 @@ async def test_weighted_parts_may_be_weighted(work: AgentWork) -> None:
 
 
 @pytest.mark.runtimes
-async def test_a_part_sees_nothing_of_what_another_leaves(sandbox: Place, tmp_path: Path) -> None:
+async def test_a_part_sees_nothing_of_what_another_leaves(sandbox: WorkFactory, tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test.sh").write_text("echo good > answer.txt; echo 1 > /logs/verifier/reward.txt\n")
@@ -128,7 +128,7 @@ async def test_a_part_sees_nothing_of_what_another_leaves(sandbox: Place, tmp_pa
     assert [verdict.detail[name]["reward"] for name in ("harbor", "answer", "harbor 2")] == [1.0, 0.0, 1.0]
 
 
-async def test_a_link_found_by_several_parts_is_listed_once(place: Place) -> None:
+async def test_a_link_found_by_several_parts_is_listed_once(place: WorkFactory) -> None:
     work = await place.work("ln -s .grader/expected out")
     files = [{"type": "upload_file", "target": ".grader/expected", "content": "x"}]
     part = {"strategy": "command", "config": {"command": "cmp out .grader/expected", "files": files}}

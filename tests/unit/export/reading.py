@@ -2,93 +2,62 @@
 tokens, what it trains, and which log-probability it takes for that."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from msgspec import json
-from numpy.typing import NDArray
 
-from polar.records.trajectory import Trace
-
-
-class Read(NamedTuple):
-    """Where a token does not train, no trainer looks at its log-probability: those are zero here."""
-
-    tokens: tuple[int, ...]
-    trains: tuple[bool, ...]
-    logprobs: bytes | None  # float32, bit for bit
-    reward: float | None
-
-
-def of_trace(trace: Trace) -> Read:
-    prompt = len(trace.prompt_ids)
-    return _read(
-        [*trace.prompt_ids.tolist(), *trace.response_ids.tolist()],
-        [0] * prompt + trace.loss_mask.tolist(),
-        None if trace.logprobs is None else [0.0] * prompt + trace.logprobs.tolist(),
-        trace.reward,
-    )
-
-
-def _read(tokens: list[int], mask: list[Any], logprobs: list[float] | None, reward: float | None) -> Read:
-    trains = [bool(value) for value in mask]
-    assert len(tokens) == len(trains)
-    recorded: NDArray[np.float32] | None = None
-    if logprobs is not None:
-        assert len(logprobs) == len(tokens)
-        recorded = np.where(trains, np.array(logprobs, np.float32), np.float32(0))
-    return Read(tuple(tokens), tuple(trains), None if recorded is None else recorded.tobytes(), reward)
+from polar.testing.exporters import ExportedTrace
 
 
 def _padded(prompt: int, values: list[float] | None) -> list[float] | None:
     return None if values is None else [0.0] * prompt + values
 
 
-def slime(row: Any) -> Iterator[Read]:
+def slime(row: Any) -> Iterator[ExportedTrace]:
     prompt = len(row["tokens"]) - row["response_length"]
     mask = [0] * prompt + row["loss_mask"]
-    yield _read(row["tokens"], mask, _padded(prompt, row["rollout_log_probs"]), row["reward"])
+    yield ExportedTrace.make(row["tokens"], mask, _padded(prompt, row["rollout_log_probs"]), row["reward"])
 
 
-def verl(row: Any) -> Iterator[Read]:
+def verl(row: Any) -> Iterator[ExportedTrace]:
     prompt = len(row["prompt_ids"])
     mask, logprobs = [0] * prompt + row["response_mask"], _padded(prompt, row["response_logprobs"])
-    yield _read(row["prompt_ids"] + row["response_ids"], mask, logprobs, row["reward_score"])
+    yield ExportedTrace.make(row["prompt_ids"] + row["response_ids"], mask, logprobs, row["reward_score"])
 
 
-def trl(row: Any) -> Iterator[Read]:
+def trl(row: Any) -> Iterator[ExportedTrace]:
     prompt = len(row["prompt_ids"])
     mask, logprobs = [0] * prompt + row["env_mask"], _padded(prompt, row["logprobs"])
-    yield _read(row["prompt_ids"] + row["completion_ids"], mask, logprobs, row["reward"])
+    yield ExportedTrace.make(row["prompt_ids"] + row["completion_ids"], mask, logprobs, row["reward"])
 
 
-def skyrl(row: Any) -> Iterator[Read]:
+def skyrl(row: Any) -> Iterator[ExportedTrace]:
     for index, prompt_ids in enumerate(row["prompt_token_ids"]):
         prompt = len(prompt_ids)
         recorded = row["rollout_logprobs"]
         logprobs = None if recorded is None else _padded(prompt, recorded[index])
         mask = [0] * prompt + row["loss_masks"][index]
-        yield _read(prompt_ids + row["response_ids"][index], mask, logprobs, row["rewards"][index])
+        yield ExportedTrace.make(prompt_ids + row["response_ids"][index], mask, logprobs, row["rewards"][index])
 
 
-def openrlhf(row: Any) -> Iterator[Read]:
+def openrlhf(row: Any) -> Iterator[ExportedTrace]:
     mask = [0] * len(row["observation_tokens"])
     for start, stop in row["action_ranges"]:
         mask[start:stop] = [1] * (stop - start)
-    yield _read(row["observation_tokens"], mask, row["rollout_log_probs"], row["reward"])
+    yield ExportedTrace.make(row["observation_tokens"], mask, row["rollout_log_probs"], row["reward"])
 
 
-def areal(row: Any) -> Iterator[Read]:
-    yield _read(row["input_ids"][0], row["loss_mask"][0], row["logprobs"][0], row["rewards"][0])
+def areal(row: Any) -> Iterator[ExportedTrace]:
+    yield ExportedTrace.make(row["input_ids"][0], row["loss_mask"][0], row["logprobs"][0], row["rewards"][0])
 
 
-def prime_rl(row: Any) -> Iterator[Read]:
+def prime_rl(row: Any) -> Iterator[ExportedTrace]:
     tokens, mask, logprobs = row[:3]
     reward = None if row[12] is None else next(value for value, trains in zip(row[12], mask, strict=True) if trains)
-    yield _read(tokens, mask, logprobs, reward)
+    yield ExportedTrace.make(tokens, mask, logprobs, reward)
 
 
-def tinker(row: Any) -> Iterator[Read]:
+def tinker(row: Any) -> Iterator[ExportedTrace]:
     inputs = row["loss_fn_inputs"]
     ids, targets = row["model_input"]["chunks"][0]["tokens"], inputs["target_tokens"]["data"]
     assert ids[1:] == targets[:-1]
@@ -100,17 +69,17 @@ def tinker(row: Any) -> Iterator[Read]:
     assert ("advantages" in inputs) == (reward is not None)
     if reward is not None:
         assert inputs["advantages"]["data"] == [reward * trains for trains in mask]
-    yield _read([ids[0], *targets], [0, *mask], [0.0, *inputs["logprobs"]["data"]], reward)
+    yield ExportedTrace.make([ids[0], *targets], [0, *mask], [0.0, *inputs["logprobs"]["data"]], reward)
 
 
-def art(row: Any) -> Iterator[Read]:
+def art(row: Any) -> Iterator[ExportedTrace]:
     mask = [flag & 2 for flag in row["flags"]]
     recorded = [0.0 if value == "NaN" else value for value in row["logprobs"]]
     known = any(value != "NaN" for value in row["logprobs"])
-    yield _read(row["tokens"], mask, recorded if known else None, row["polar"]["reward"])
+    yield ExportedTrace.make(row["tokens"], mask, recorded if known else None, row["polar"]["reward"])
 
 
-def nemo_gym(row: Any) -> Iterator[Read]:
+def nemo_gym(row: Any) -> Iterator[ExportedTrace]:
     """As NeMo RL does: everything seen so far is the beginning of the next prompt."""
     tokens: list[int] = []
     mask: list[int] = []
@@ -124,17 +93,17 @@ def nemo_gym(row: Any) -> Iterator[Read]:
         tokens = prompt + sampled
         mask += [0] * new + [1] * len(sampled)
         logprobs += [0.0] * new + item["generation_log_probs"]
-    yield _read(tokens, mask, logprobs, row["reward"])
+    yield ExportedTrace.make(tokens, mask, logprobs, row["reward"])
 
 
-def polar(row: Any) -> Iterator[Read]:
+def polar(row: Any) -> Iterator[ExportedTrace]:
     for trace in row["trajectory"]["traces"]:
         prompt = len(trace["prompt_ids"])
         mask, logprobs = [0] * prompt + trace["loss_mask"], _padded(prompt, trace["response_logprobs"])
-        yield _read(trace["prompt_ids"] + trace["response_ids"], mask, logprobs, trace["reward"])
+        yield ExportedTrace.make(trace["prompt_ids"] + trace["response_ids"], mask, logprobs, trace["reward"])
 
 
-READERS: dict[str, Callable[[Any], Iterator[Read]]] = {
+READERS: dict[str, Callable[[Any], Iterator[ExportedTrace]]] = {
     "polar": polar,
     "slime": slime,
     "verl": verl,
@@ -153,5 +122,5 @@ def lines(data: bytes) -> list[Any]:
     return [json.decode(line) for line in data.splitlines()]
 
 
-def read(name: str, data: bytes) -> list[Read]:
+def read(name: str, data: bytes) -> list[ExportedTrace]:
     return [found for line in lines(data) for found in READERS[name](line)]

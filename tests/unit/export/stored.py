@@ -7,7 +7,7 @@ import msgspec
 
 from polar.records.session import Session
 from polar.store.sqlite import open_sqlite_store
-from tests.unit.export.samples import Talk, said
+from polar.testing.conversations import Talk, said
 
 START = 1_700_000_000.0
 USER = {"role": "user", "content": "List the files."}

@@ -17,9 +17,9 @@ from polar.export.huggingface import HuggingFaceExporter
 from polar.export.preference import PreferenceExporter
 from polar.export.sft_tokens import IGNORE_INDEX, SftTokensExporter
 from polar.rendering.tokenizer import Tokenizer
+from polar.testing.conversations import Talk, exported, said
 from polar.types import Reasoning, Text, ToolCall
 from tests.unit.export import reading
-from tests.unit.export.samples import Talk, exported, said
 from tests.unit.export.stored import fill, session
 from tests.unit.export.test_messages import SYSTEM, USER, two_turns
 

@@ -15,7 +15,7 @@ from polar.export.sft import SftExporter
 from polar.export.skyrl import SkyRlExporter
 from polar.export.slime import SlimeExporter
 from polar.export.tree import TreeExporter
-from tests.unit.export.samples import Talk, said
+from polar.testing.conversations import Talk, said
 
 MEGABYTE = 1024 * 1024
 

@@ -10,9 +10,9 @@ from polar.export.atif import AtifExporter
 from polar.export.nemo_gym import NemoGymExporter
 from polar.export.polar import PolarExporter
 from polar.export.sft import SftExporter
+from polar.testing.conversations import Talk, exported, said
 from polar.types import Reasoning, Text, ToolCall
 from tests.unit.export import reading, schemas
-from tests.unit.export.samples import Talk, exported, said
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "List the files."}

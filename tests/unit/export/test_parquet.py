@@ -11,9 +11,9 @@ from polar.export import parquet
 from polar.export.base import SessionItem
 from polar.export.parquet import ParquetExporter, read
 from polar.records.trajectory import SessionPaths, Trajectory
+from polar.testing.conversations import exported, item
+from polar.testing.token_paths import path, sampled_sessions, session
 from polar.trajectory.builders import per_request, prefix_merging
-from tests.unit.export.samples import exported, item
-from tests.unit.trajectory.samples import path, sampled_sessions, session
 
 
 def fingerprint(trajectory: Trajectory) -> list[object]:

@@ -22,12 +22,12 @@ from polar.records.session import Session
 from polar.records.trajectory import SessionPaths, Trajectory, TreeTrajectory
 from polar.store.relational import RelationalStore
 from polar.store.sqlite import open_sqlite_store
+from polar.testing.conversations import Talk, said
+from polar.testing.token_paths import path
 from polar.trajectory.builders import prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
 from tests.unit.export.reading import lines
-from tests.unit.export.samples import Talk, said
 from tests.unit.export.stored import START, fill, session
-from tests.unit.trajectory.samples import path
 
 SESSIONS: list[Session] = [
     session("good", 0, reward=1.0, metadata={"task_id": "t"}),
@@ -159,7 +159,9 @@ def test_no_logprobs_where_a_format_needs_them() -> None:
     """A session is whole or not there: half of it would carry the weight of all."""
     one = SessionPaths("s", [path(0, [1], [2]), path(1, [5], [6], logprobs=False)], 1.0)
     tally = ExportTally()
-    assert not has_trainable_traces(SessionItem(SESSIONS[0], one, prefix_merging(one)), PrimeRlExporter.needs, tally)
+    assert not has_trainable_traces(
+        SessionItem(SESSIONS[0].summary, one, prefix_merging(one)), PrimeRlExporter.needs, tally
+    )
     assert list(tally.left_out) == ["without log-probabilities"]
 
 

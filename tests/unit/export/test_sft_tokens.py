@@ -11,9 +11,9 @@ from polar.export.sft_tokens import replay_session
 from polar.records.trajectory import Trace
 from polar.rendering.continuation import TurnHistory
 from polar.rendering.model_codec import ModelCodec
+from polar.testing.conversations import Talk, said
 from polar.trajectory.builders import prefix_merging
 from polar.types import Message, Part, Reasoning, Request, Text, ToolCall
-from tests.unit.export.samples import Talk, said
 from tests.unit.rendering.families.models import TOOLS
 from tests.unit.rendering.talkers import TALKERS, Says
 

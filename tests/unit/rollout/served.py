@@ -27,8 +27,8 @@ from polar.rollout.service import RolloutService
 from polar.store import open_store
 from polar.store.base import Store
 from polar.telemetry.service_metrics import VerifyMetrics
+from polar.testing.conversations import Talk, said
 from polar.trajectory.checker import SessionChecker
-from tests.unit.export.samples import Talk, said
 
 ENGINE = "http://127.0.0.1:1"
 NODE = "n1"

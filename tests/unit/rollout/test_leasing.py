@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from polar.config import ServerSettings
-from polar.engines.desired_state import DesiredEngines
+from polar.engines.base import DesiredEngines
 from polar.errors import ConfigError, EngineError
 from polar.records.task import TaskRequest
 from polar.rollout.engine_controller import NotAppliedYet

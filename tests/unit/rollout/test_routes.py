@@ -267,6 +267,7 @@ async def test_status_nodes_and_runs(tmp_path: Path) -> None:
             "batch": 8,
             "max_lag": 1,
             "compat": None,
+            "engine": None,
         }
         status = (await it.http.get("/rollout/status")).json()
         assert status["runs"]["default"]["queued"] == 2
@@ -320,7 +321,7 @@ async def test_policy_and_engines_by_run(tmp_path: Path) -> None:
         assert alone.status_code == 409  # it shares the default's engines
         added = await it.http.post("/engines", json={"url": "http://127.0.0.1:9/", "run": "exp", "version": 5})
         assert added.json()["replicas"] == [
-            {"url": "http://127.0.0.1:9", "version": 5, "running": 0, "down": False, "asleep": False}
+            {"url": "http://127.0.0.1:9", "version": 5, "running": 0, "down": False, "asleep": False, "refusal": None}
         ]
         paused = await it.http.post("/policy/pause", params={"run": "exp"}, json={"mode": "hold"})
         assert (paused.json()["paused"], paused.json()["mode"]) == (True, "hold")

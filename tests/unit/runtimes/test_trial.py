@@ -8,7 +8,7 @@ import pytest
 from polar.runtimes.base import RuntimeSpec, SandboxError
 from polar.runtimes.local import Local, LocalRuntime
 from polar.runtimes.trial import run_trial
-from tests.contract import left
+from polar.testing import leftovers
 
 
 class Broken(Local):
@@ -23,13 +23,13 @@ class Hanging(Local):
         return runtime
 
 
-@pytest.mark.parametrize(("kind_class", "said"), [(Local, None), (Broken, "not made"), (Hanging, "within 0.2 seconds")])
-async def test_what_a_trial_says(kind_class: type[Local], said: str | None, tmp_path: Path) -> None:
-    kind = kind_class(tmp_path, "http://127.0.0.1:1")
+@pytest.mark.parametrize(("plugin", "said"), [(Local, None), (Broken, "not made"), (Hanging, "within 0.2 seconds")])
+async def test_what_a_trial_says(plugin: type[Local], said: str | None, tmp_path: Path) -> None:
+    kind = plugin(tmp_path, "http://127.0.0.1:1")
     try:
         why = await run_trial(kind, 30.0 if said is None else 0.2)
         assert why is None if said is None else said in (why or "")
     finally:
         await kind.close()
-    assert left.processes(str(tmp_path)) == []
+    assert leftovers.list_processes(str(tmp_path)) == []
     assert list((tmp_path / "local").iterdir()) == []

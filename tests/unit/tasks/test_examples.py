@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from polar.engines.scripted.play import PlaySet, ScriptedTurn, TurnContext
-from polar.engines.scripted.tool_adapter import OfferedTool
+from polar.engines.scripted.play import OfferedTool, PlaySet, ScriptedTurn, TurnContext
 from polar.evaluators import load_evaluator
 from polar.records.session import Verdict
 from polar.records.task import TaskRequest
 from polar.tasks import read
-from tests.unit.evaluators.work import Place
+from polar.testing.grading import WorkFactory
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TASKS = [path.stem for path in sorted((EXAMPLES / "tasks").glob("*.toml"))]
@@ -40,7 +39,7 @@ def commands(played: list[ScriptedTurn]) -> str:
     return "\n".join(turn.shell for turn in played if turn.shell is not None)
 
 
-async def graded(place: Place, task: TaskRequest, commands: str, answer: str = "") -> Verdict:
+async def graded(place: WorkFactory, task: TaskRequest, commands: str, answer: str = "") -> Verdict:
     assert task.evaluator is not None
     work = await place.work(
         commands, runtime=task.runtime.model_dump(), evaluator=task.evaluator.model_dump(), task_id=task.task_id
@@ -49,7 +48,7 @@ async def graded(place: Place, task: TaskRequest, commands: str, answer: str = "
     return await load_evaluator(task.evaluator).evaluate(work)
 
 
-async def played(place: Place, task: TaskRequest, which: str) -> Verdict:
+async def played(place: WorkFactory, task: TaskRequest, which: str) -> Verdict:
     said = turns(task, which)
     return await graded(place, task, commands(said), said[-1].text)
 
@@ -78,17 +77,17 @@ def test_tasks_name_no_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-async def test_the_right_turns_earn_one(place: Place, name: str) -> None:
+async def test_the_right_turns_earn_one(place: WorkFactory, name: str) -> None:
     assert (await played(place, task_of(name, "local"), "right")).reward == 1
 
 
 @pytest.mark.parametrize("name", TASKS)
-async def test_the_wrong_turns_earn_nothing(place: Place, name: str) -> None:
+async def test_the_wrong_turns_earn_nothing(place: WorkFactory, name: str) -> None:
     assert (await played(place, task_of(name, "local"), "wrong")).reward == 0
 
 
 @pytest.mark.parametrize("name", TASKS)
-async def test_doing_nothing_earns_nothing(place: Place, name: str) -> None:
+async def test_doing_nothing_earns_nothing(place: WorkFactory, name: str) -> None:
     assert (await graded(place, task_of(name, "local"), "", "I did nothing.")).reward == 0
 
 
@@ -123,13 +122,13 @@ async def test_doing_nothing_earns_nothing(place: Place, name: str) -> None:
         ("query-database", "ln -s .grader/top.csv top.csv"),
     ],
 )
-async def test_cheating_earns_nothing(place: Place, name: str, cheat: str) -> None:
+async def test_cheating_earns_nothing(place: WorkFactory, name: str, cheat: str) -> None:
     assert (await graded(place, task_of(name, "local"), cheat)).reward == 0
 
 
 @pytest.mark.runtimes
 @pytest.mark.parametrize("name", [*TASKS, *HARBOR])
-async def test_the_same_in_a_sandbox(sandbox: Place, name: str) -> None:
+async def test_the_same_in_a_sandbox(sandbox: WorkFactory, name: str) -> None:
     task = task_of(name, "bubblewrap")
     assert (await played(sandbox, task, "right")).reward == 1
     assert (await played(sandbox, task, "wrong")).reward == 0
@@ -138,6 +137,6 @@ async def test_the_same_in_a_sandbox(sandbox: Place, name: str) -> None:
 
 @pytest.mark.runtimes
 @pytest.mark.parametrize("name", HARBOR)
-async def test_harbors_own_solutions_earn_one(sandbox: Place, name: str) -> None:
+async def test_harbors_own_solutions_earn_one(sandbox: WorkFactory, name: str) -> None:
     solution = (EXAMPLES / "harbor" / name / "solution" / "solve.sh").read_text()
     assert (await graded(sandbox, task_of(name, "bubblewrap"), solution)).reward == 1

@@ -22,11 +22,11 @@ from polar.evaluators import load_evaluator
 from polar.records.task import Exec, TaskRequest
 from polar.tasks import read, swe_bench
 from polar.tasks.swe_bench import SweBenchOptions
+from polar.testing.grading import WorkFactory
 from polar.train import settings as training
 from polar.train.service_process import build_service_settings
 from tests.selection import leave_to_slow
 from tests.swe import ROOT, UNITTEST, example
-from tests.unit.evaluators.work import Place
 
 made_up = example()
 REPO, _, UNITTEST_COMMAND = UNITTEST.partition("=")
@@ -78,7 +78,7 @@ def made(row: dict[str, Any] | None = None, **options: Any) -> TaskRequest:
 
 @pytest.mark.parametrize("name", leave_to_slow(INSTANCES, but=list(INSTANCES)[::4]))
 async def test_patches_earn_what_they_should(
-    place: Place, tasks: dict[str, TaskRequest], patches: dict[str, Any], name: str
+    place: WorkFactory, tasks: dict[str, TaskRequest], patches: dict[str, Any], name: str
 ) -> None:
     task = tasks[name]
     assert task.evaluator is not None

@@ -20,6 +20,8 @@ def feed(sessions: Sequence[SessionPaths], builder: str, task_id: str = "t", cur
     results = [
         {
             "session_id": session.session_id,
+            "task_id": task_id,
+            "status": "COMPLETED" if session.reason is None else "ERROR",
             "reward": session.reward,
             "reason": session.reason,
             "metadata": {"suspicious": session.suspicious},
@@ -27,7 +29,9 @@ def feed(sessions: Sequence[SessionPaths], builder: str, task_id: str = "t", cur
         }
         for session in sessions
     ]
-    return msgspec.json.encode({"task_id": task_id, "cursor": cursor, "results": results})
+    counts = {"asked": len(results), "usable": len(results), "cancelled": 0}
+    group = {"task_id": task_id, "status": "completed", "cursor": cursor, **counts, "results": results}
+    return msgspec.json.encode(group)
 
 
 def tree(sessions: Sequence[SessionPaths]) -> dict[str, Any]:

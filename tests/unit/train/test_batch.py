@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.records.trajectory import SessionPaths
+from polar.testing.token_paths import groups as sampled_groups
+from polar.testing.token_paths import path, session
 from polar.train.batch import Batch, TrainingGroup, mark_stale_sessions, select_training_sessions
 from polar.train.groups import TokenColumns, prune_tree
 from polar.train.learner import UpdateLoss
@@ -17,8 +19,6 @@ from polar.train.passes import SequentialModel, TreeModel
 from polar.train.settings import GrpoSettings
 from tests.unit.train import tiny
 from tests.unit.train.documents import BUILDERS, group
-from tests.unit.trajectory.samples import groups as sampled_groups
-from tests.unit.trajectory.samples import path, session
 
 MODEL = tiny.model(vocab_size=16).double()
 GRPO = GrpoSettings(filter=False, kl=0.1)

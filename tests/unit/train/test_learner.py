@@ -9,13 +9,13 @@ import transformers
 
 from polar.errors import ConfigError
 from polar.records.trajectory import SessionPaths
+from polar.testing.token_paths import path
 from polar.train.batch import TrainingGroup, select_training_sessions
 from polar.train.checkpoint import export_model
 from polar.train.learner import Learner, LearnerStats
 from polar.train.settings import GrpoSettings, TrainSettings
 from tests.unit.train import tiny
 from tests.unit.train.documents import group
-from tests.unit.trajectory.samples import path
 
 OLD_WEIGHTS = {
     *("consolidated.safetensors", "consolidated.safetensors.index.json", "model.safetensors.index.json"),

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from polar.records.trajectory import ROOT, SessionPaths, TokenPath
+from polar.testing.token_paths import path, session
 from polar.train.packing import TokenTree
 from polar.trajectory.builders import prefix_tree
-from tests.unit.trajectory.samples import path, session
 
 VOCABULARY = 90
 

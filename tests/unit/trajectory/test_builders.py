@@ -1,9 +1,7 @@
-"""What builders make of sessions. The oracles read the paths themselves and know nothing of the tree."""
+"""What builders make of sessions. What all builders keep: tests/contract/test_builders.py."""
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
-from fractions import Fraction
+from collections.abc import Callable
 from itertools import pairwise
 
 import msgspec
@@ -13,54 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.records import wire
-from polar.records.trajectory import NO_VERSION, SessionPaths, TokenPath, Trace, Trajectory, TreeTrajectory
+from polar.records.trajectory import NO_VERSION, SessionPaths, TokenPath, Trace, Trajectory
+from polar.testing.token_paths import groups, path, sampled_sessions, session, symbols
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 
-from .samples import groups, path, sampled_sessions, session, symbols
-
 TRACE_BUILDERS = [per_request, prefix_merging]
-
-Trained = tuple[str, tuple[int, ...], int, float | None, int, Fraction]
-"""Session, context, token, log-probability, version, weight."""
-
-
-def expected(session: SessionPaths) -> Iterator[Trained]:
-    total = sum(it.num_trainable for it in session.paths)
-    for it in session.paths:
-        whole = (*it.prompt.tolist(), *it.sampled.tolist())
-        for index in range(it.num_trainable):
-            at = len(it.prompt) + index
-            logprob = None if it.logprobs is None else float(it.logprobs[index])
-            assert it.versions is not None
-            yield it.session_id, whole[:at], whole[at], logprob, int(it.versions[index]), Fraction(1, total)
-
-
-def of_traces(made: Trajectory) -> Iterator[Trained]:
-    for trace in made.traces:
-        whole = (*trace.prompt_ids.tolist(), *trace.response_ids.tolist())
-        each = Fraction(trace.weight / trace.loss_mask.sum()).limit_denominator(10_000)
-        for index in trace.loss_mask.nonzero()[0].tolist():
-            at = len(trace.prompt_ids) + index
-            logprob = None if trace.logprobs is None else float(trace.logprobs[index])
-            yield trace.session_id, whole[:at], whole[at], logprob, int(trace.policy_versions[index]), each
-
-
-def of_tree(made: TreeTrajectory) -> Iterator[Trained]:
-    def ids(node: int) -> tuple[int, ...]:
-        return tuple(made.ids[made.starts[node] : made.starts[node + 1]].tolist())
-
-    for term in made.terms:
-        before: tuple[int, ...] = ()
-        node = term.node
-        while (node := int(made.parents[node])) >= 0:
-            before = ids(node) + before
-        assert len(before) == made.depths[term.node]
-        each = Fraction(term.weight / (term.stop - term.start)).limit_denominator(10_000)
-        for index in range(term.start, term.stop):
-            context = before + ids(term.node)[:index]
-            logprob = None if term.logprobs is None else float(term.logprobs[index - term.start])
-            version = int(term.policy_versions[index - term.start])
-            yield term.session_id, context, ids(term.node)[index], logprob, version, each
 
 
 def extends(later: TokenPath, earlier: TokenPath) -> bool:
@@ -89,69 +44,7 @@ def fewest(paths: list[TokenPath]) -> tuple[int, int]:
     return len(last), sum(len(symbols(paths[index])) for index in last)
 
 
-# The invariant, on random sessions
-
-
-@given(groups())
-def test_all_builders_train_exactly_what_was_sampled(sessions: list[SessionPaths]) -> None:
-    wanted = Counter(one for it in sessions for one in expected(it))
-    for build in TRACE_BUILDERS:
-        assert Counter(one for it in sessions for one in of_traces(build(it))) == wanted
-    assert Counter(of_tree(prefix_tree(sessions))) == wanted
-
-
-@given(groups())
-def test_each_sampled_token_is_trained_once_or_excluded(sessions: list[SessionPaths]) -> None:
-    sampled = Counter(
-        (it.exchange_id, index) for one in sessions for it in one.paths for index in range(len(it.sampled))
-    )
-
-    def tokens(exchange_id: str, start: int, stop: int) -> list[tuple[str, int]]:
-        return [(exchange_id, index) for index in range(start, stop)]
-
-    for build in TRACE_BUILDERS:
-        found: Counter[tuple[str, int]] = Counter()
-        for made in map(build, sessions):
-            for trace in made.traces:
-                assert sum(span.stop - span.start for span in trace.spans) == trace.loss_mask.sum()
-                for span in trace.spans:
-                    found.update(tokens(span.exchange_id, span.offset, span.offset + span.stop - span.start))
-            for excluded in made.excluded:
-                found.update(tokens(excluded.exchange_id, excluded.start, excluded.stop))
-        assert found == sampled
-    tree = prefix_tree(sessions)
-    found = Counter()
-    for term in tree.terms:
-        found.update(tokens(term.exchange_id, term.offset, term.offset + term.stop - term.start))
-    for excluded in tree.excluded:
-        found.update(tokens(excluded.exchange_id, excluded.start, excluded.stop))
-    assert found == sampled
-
-
-@given(groups())
-def test_weights_and_counts(sessions: list[SessionPaths]) -> None:
-    tree = prefix_tree(sessions)
-    needed = {
-        symbols(it)[:length] for one in sessions for it in one.paths if it.num_trainable for length in _lengths(it)
-    }
-    trainable = sum(it.num_trainable for one in sessions for it in one.paths)
-    assert (tree.tokens.computed, tree.tokens.unique, tree.tokens.trainable) == (len(needed), len(needed), trainable)
-    assert len(tree.ids) == len(needed)
-    for one in sessions:
-        total = sum(it.num_trainable for it in one.paths)
-        terms = [term.weight for term in tree.terms if term.session_id == one.session_id]
-        assert sum(terms) == pytest.approx(1.0 if total else 0.0)
-        for build in TRACE_BUILDERS:
-            made = build(one)
-            assert sum(trace.weight for trace in made.traces) == pytest.approx(1.0 if total else 0.0)
-            unique = {symbols(it)[:length] for it in one.paths if it.num_trainable for length in _lengths(it)}
-            computed = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in made.traces)
-            assert made.tokens.computed == computed >= made.tokens.unique == len(unique)
-            assert made.tokens.trainable == total
-
-
-def _lengths(path: TokenPath) -> range:
-    return range(1, len(symbols(path)) + 1)
+# Merging, and the order of a group, on random sessions
 
 
 @given(sampled_sessions())
@@ -170,15 +63,11 @@ def test_merged_traces_are_runs_of_exact_prefixes_and_as_few_as_can_be(session: 
 
 
 @given(groups(), st.randoms())
-def test_the_order_in_which_paths_are_given_does_not_matter(sessions: list[SessionPaths], order: random.Random) -> None:
-    shuffled = [msgspec.structs.replace(it, paths=order.sample(it.paths, len(it.paths))) for it in sessions]
-    for build in TRACE_BUILDERS:
-        assert [wire.trajectory_to_dict(build(it)) for it in shuffled] == [
-            wire.trajectory_to_dict(build(it)) for it in sessions
-        ]
+def test_the_order_of_a_groups_sessions_does_not_change_its_tree(
+    sessions: list[SessionPaths], order: random.Random
+) -> None:
     tree = wire.tree_to_dict(prefix_tree(sessions))
-    assert wire.tree_to_dict(prefix_tree(shuffled)) == tree
-    order.shuffle(shuffled)
+    shuffled = order.sample(sessions, len(sessions))
     other = wire.tree_to_dict(prefix_tree(shuffled))
     assert other["nodes"] == tree["nodes"]
     assert sorted(map(repr, other["terms"])) == sorted(map(repr, tree["terms"]))

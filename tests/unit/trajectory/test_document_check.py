@@ -11,15 +11,15 @@ from polar.bridges.rollouts import RolloutClient
 from polar.records.result import SessionResult
 from polar.records.task import TaskRequest
 from polar.records.trajectory import SessionPaths
+from polar.testing.conversations import Talk, said
+from polar.testing.token_paths import groups as sampled_groups
+from polar.testing.token_paths import path, sampled_sessions, session
 from polar.train import groups
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.document_check import check_received, check_received_tree
 from tests.unit.bridges.telling import result as told
-from tests.unit.export.samples import Talk, said
 from tests.unit.train import documents
-from tests.unit.trajectory.samples import groups as sampled_groups
-from tests.unit.trajectory.samples import path, sampled_sessions, session
 
 
 @given(sampled_sessions())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polar import ids
 from polar.errors import ConfigError
-from polar.records.exchange import TRAINABLE_ROLES
+from polar.records.spans import TRAINABLE_ROLES
 from polar.trajectory.conversations import link_turns
 from polar.trajectory.roles import CallLabel, CallPatterns, ModelCall, RoleOverrides, RolePattern, assign_roles
 from polar.types import Message, Part, Reply, Request, ResponseFormat, Text, Tool, ToolCall, ToolResult

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.records.trajectory import ROOT, Image, SessionPaths
+from polar.testing.token_paths import PLACEHOLDER, groups, path, sampled_sessions, symbols
 from polar.trajectory.tree import TokenTree, build_token_tree
-
-from .samples import PLACEHOLDER, groups, path, sampled_sessions, symbols
 
 
 def shown(tree: TokenTree) -> list[tuple[int, int, list[int]]]:

@@ -11,19 +11,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polar.records.exchange import TRAINABLE_ROLES, Exchange, ExchangeRole, RawRequest, VersionSpan
+from polar.records.exchange import Exchange, RawRequest, VersionSpan
 from polar.records.session import Session
-from polar.records.trajectory import (
-    ExcludedSpan,
-    Image,
-    SessionPaths,
-    Term,
-    TokenCounts,
-    TokenPath,
-    Trajectory,
-    TreeSession,
-    TreeTrajectory,
-)
+from polar.records.spans import TRAINABLE_ROLES, ExchangeRole, ExcludedSpan, TokenCounts
+from polar.records.trajectory import Image, SessionPaths, Term, TokenPath, Trajectory, TreeSession, TreeTrajectory
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.verify import Problem, RecordedSession, check_records, check_trajectory, check_tree
 

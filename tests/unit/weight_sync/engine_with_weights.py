@@ -17,7 +17,6 @@ from aiohttp import web
 from safetensors import safe_open
 
 from polar.engines.scripted import Play, ScriptedServer
-from polar.engines.scripted.generation import Generation, Script
 
 Failure = Literal["refuses", "breaks", "lies", "missing"]
 _SPANS = re.compile(rb'"weight_versions":\[[^\]]*\]')
@@ -26,17 +25,9 @@ _SPANS = re.compile(rb'"weight_versions":\[[^\]]*\]')
 class Unhurried(ScriptedServer):
     """Samples at the pace of its play until it is told to hurry."""
 
-    def __init__(self, play: Play) -> None:
-        super().__init__(play)
-        self._generations: list[Generation] = []
-
     def hurry(self) -> None:
-        for generation in self._generations:
+        for generation in self.backend.running:
             generation.interval = 0.0
-
-    def _make_generation(self, script: Script) -> Generation:
-        self._generations.append(super()._make_generation(script))
-        return self._generations[-1]
 
 
 class EngineWithWeights:

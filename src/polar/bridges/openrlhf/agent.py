@@ -19,7 +19,7 @@ from polar.bridges.rollouts import (
 )
 from polar.bridges.settings import SettingsSource, load_settings
 from polar.dialects import sse
-from polar.engines.scripted import wire
+from polar.engines.api_server import wire
 from polar.errors import ConfigError
 from polar.export.openrlhf import OpenRlhfExporter
 

@@ -89,7 +89,7 @@ class AttentionPlan(Struct):
 
 
 def build_plan(slots: KVCache, parts: Sequence[SlotPart], device: torch.device, separate: bool) -> AttentionPlan:
-    """Of a pass with these parts: those with a single token first, then others by their lengths. `alone`: the latter
+    """Of a pass with these parts: those with a single token first, then others by their lengths. `separate`: the latter
     each by itself, for which a CPU has a kernel, and a GPU none that takes a mask and shared heads."""
     counts = [part.count for part in parts]
     positions = np.concatenate([np.arange(part.start, part.stop) for part in parts])
@@ -155,7 +155,7 @@ def _build_group(tokens: slice, parts: Sequence[SlotPart], device: torch.device)
 
 
 def register_attention() -> None:
-    """Under NAME, for `attn_implementation`."""
+    """Under ATTENTION_NAME, for `attn_implementation`."""
     transformers: Any = import_module("transformers")
     transformers.AttentionInterface.register(ATTENTION_NAME, _attend)
     transformers.AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)  # a plan says who sees what

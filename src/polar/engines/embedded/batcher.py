@@ -17,8 +17,8 @@ import torch
 from msgspec import Struct
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from polar.engines.api_server.backend import SampledToken
 from polar.engines.embedded import attention
-from polar.engines.embedded.generation import SampledToken
 from polar.engines.embedded.kv_cache import CacheSlot, KVCache
 from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.embedded.sampler import SamplingState, sample_tokens
@@ -32,9 +32,9 @@ _DEFAULT_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
 """Tokens of a pass, where nobody says: a GPU takes as long for few as for many."""
 
 OnTokens = Callable[[list[tuple[str, SampledToken]]], None]
-"""Told of the tokens of one pass, by request; called in the model's thread."""
+"""Called in the model's thread with the tokens of one pass, by request."""
 OnFailure = Callable[[str], None]
-"""Told why nothing is sampled any more; called in the model's thread."""
+"""Called in the model's thread with the reason why nothing is sampled any more."""
 
 
 class _Sequence(Struct, eq=False):
@@ -94,11 +94,11 @@ class Batcher:
         return name
 
     def drop(self, name: str) -> None:
-        """Its place is free for another one; nothing more comes of it."""
+        """Ends a request: its slot is free for another one."""
         self._inbox.append(name)
         self._wakeup.set()
 
-    # Standing still: off the event loop, since the pass that runs is waited for
+    # Pausing: off the event loop, since it waits for the running pass
 
     @contextmanager
     def hold_still(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from msgspec import Struct
 
-from polar.engines.embedded.generation import SampledToken, SamplingOptions
+from polar.engines.api_server.backend import SampledToken, SamplingOptions
 
 
 class SamplingState(Struct):
@@ -44,7 +44,8 @@ def sample_tokens(logits: torch.Tensor, states: Sequence[SamplingState], version
 
 
 def _draw_tokens(logprobs: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
-    """Where a random number between 0 and 1 falls among the summed probabilities; the greedy ones take the largest."""
+    """Draws each token by where a random number falls among the cumulative probabilities; greedy requests take the
+    likeliest one."""
     greedy = [place for place, row in enumerate(states) if row.sampling.temperature == 0]
     if len(greedy) == len(states):
         return logprobs.argmax(-1)

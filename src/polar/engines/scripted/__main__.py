@@ -1,12 +1,12 @@
 """`python -m polar.engines.scripted`: prints `listening on URL` and serves until it is told to stop."""
 
 import asyncio
-import signal
 import sys
 from pathlib import Path
 
 import click
 
+from polar.engines.api_server.server import make_stop_event
 from polar.engines.scripted.play import Play, PlaySet
 from polar.engines.scripted.server import TOKENIZER_FOLDER, ScriptedServer
 from polar.errors import PolarError
@@ -47,13 +47,10 @@ def main(path: Path | None, random_seed: int | None, turns: int, words: int, **o
 
 
 async def _serve(server: ScriptedServer) -> None:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+    stop = make_stop_event()
     async with server:
         click.echo(f"listening on {server.url}")
-        await stopped.wait()
+        await stop.wait()
 
 
 if __name__ == "__main__":

@@ -2,28 +2,14 @@
 
 import inspect
 
-import msgspec
-from msgspec import Struct
-
 from polar.config import EngineSettings
 from polar.engines.scripted.play import PlaySet
 from polar.engines.scripted.server import TOKENIZER_FOLDER, ScriptedServer
 from polar.engines.vllm import VllmEngine
-from polar.errors import ConfigError, EngineError
-
-
-class _ServerLog(Struct):
-    running: int = 0
+from polar.errors import ConfigError
 
 
 class ScriptedEngine(VllmEngine):
-    async def count_running_calls(self) -> int | None:
-        try:
-            body = await self._http.request("GET", "/scripted/log", timeout=5)
-        except EngineError:
-            return None
-        return msgspec.json.decode(body, type=_ServerLog).running
-
     def find_tokenizer_folder(self) -> str:
         """The server's own, where it was launched from these settings; the one that comes with it, where it wasn't."""
         return str(self._settings.tokenizer or self._settings.options.get("tokenizer") or TOKENIZER_FOLDER)

@@ -1,103 +1,34 @@
-"""One generation: decided in full before its first token, then sampled token by token under whatever policy is loaded.
+"""A generation, sampled token by token under whatever policy is loaded.
 
-What is said never depends on the policy version; the log-probabilities do. So a weight update in the middle of a
-generation changes the numbers from that token on, and the spans say where.
+What is said never depends on the policy version (script.py); the log-probabilities do. So a weight update in the middle
+of a generation changes the numbers from that token on, and the spans say where.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from math import nan
 
-from msgspec import Struct, field
+import numpy as np
 
-from polar.engines.scripted.play import Fault, ScriptedTurn, TurnContext, render_output
-from polar.engines.scripted.sampler import Sampler, advance, change_version, context_states, logprob
+from polar.engines.api_server.backend import (
+    BrokenReplyError,
+    FinishReason,
+    GenerationRequest,
+    SampledToken,
+    extend_spans,
+)
+from polar.engines.api_server.output_parser import OutputParser
+from polar.engines.scripted.play import Fault
+from polar.engines.scripted.sampler import advance, change_version, logprob, rank_alternatives, route_experts
+from polar.engines.scripted.script import BLOCK_TOKENS, Script
+from polar.errors import EngineError
 from polar.records.exchange import VersionSpan
-from polar.rendering.tokenizer import TokenIds, Tokenizer, decode_pieces
+from polar.records.experts import to_wire
 
-BLOCK_TOKENS = 16
-
-
-class Bounds(Struct):
-    """What ends a generation besides the model's own end token."""
-
-    max_tokens: int
-    stop: Sequence[str] = ()
-    stop_ids: Sequence[int] = ()
-    show_stop: bool = False
-
-
-class Script(Struct):
-    """All that is settled before the first token."""
-
-    prompt: TokenIds
-    turn: ScriptedTurn
-    context: TurnContext
-    state: int  # of the prompt, under version 0
-    blocks: list[int]  # the states at each full block of the prompt
-    ids: list[int]
-    texts: list[str]  # what each id adds to the visible output
-    finish_reason: str
-    stop_reason: int | str | None = None
-
-
-def write_script(
-    tokenizer: Tokenizer,
-    sampler: Sampler,
-    prompt: TokenIds,
-    context: TurnContext,
-    turn: ScriptedTurn,
-    bounds: Bounds,
-    seed: int,
-) -> Script:
-    states = context_states(0, prompt)
-    state = int(states[-1])
-    end = tokenizer.special_tokens.get("eos_token", "") if turn.finish_reason == "stop" else ""
-    ids = sampler.sample(render_output(turn, context) + end, state, seed)
-    script = Script(
-        prompt,
-        turn,
-        context,
-        state=state,
-        blocks=states[BLOCK_TOKENS::BLOCK_TOKENS].tolist(),
-        ids=ids,
-        texts=decode_pieces(tokenizer, ids),
-        finish_reason=turn.finish_reason,
-    )
-    _end_at_token(script, tokenizer.eos_id, bounds)
-    _end_at_text(script, bounds)
-    if len(script.ids) > bounds.max_tokens:
-        del script.ids[bounds.max_tokens :], script.texts[bounds.max_tokens :]
-        script.finish_reason, script.stop_reason = "length", None
-    return script
-
-
-def _end_at_token(script: Script, eos: int | None, bounds: Bounds) -> None:
-    for place, id in enumerate(script.ids):
-        if id == eos or id in bounds.stop_ids:
-            del script.ids[place + 1 :], script.texts[place:]
-            script.texts.append("")  # the token is reported, its text is not
-            script.finish_reason, script.stop_reason = "stop", None if id == eos else id
-            return
-
-
-def _end_at_text(script: Script, bounds: Bounds) -> None:
-    """The token that completes a stop string is the last one; the string itself isn't shown."""
-    text = "".join(script.texts)
-    found = [(at + len(stop), at, stop) for stop in bounds.stop if stop and (at := text.find(stop)) >= 0]
-    if not found:
-        return
-    complete, at, stop = min(found)
-    shown = complete if bounds.show_stop else at
-    seen = 0
-    for place, piece in enumerate(script.texts):
-        script.texts[place] = piece[: max(shown - seen, 0)]
-        seen += len(piece)
-        if seen >= complete:
-            del script.ids[place + 1 :], script.texts[place + 1 :]
-            break
-    script.finish_reason, script.stop_reason = "stop", stop
+_UNSTREAMED_STEP_TOKENS = 64  # tokens at a time where nobody looks in between
+_GARBAGE = b'data: {"id": "chatcmpl-garb\xff\x00age", "choices": [{\n\n'
 
 
 class ScriptedPolicy:
@@ -151,95 +82,123 @@ class ScriptedPolicy:
         return True
 
 
-class FaultError(Exception):
-    """The play wants this generation to go wrong here."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault)
-        self.fault = fault
-
-
-class Step(Struct):
-    """Tokens `start` to `stop` (exclusive) of the script were sampled."""
-
-    start: int
-    stop: int
-    states: list[int]  # the context's state before each
-    logprobs: list[float]
-    is_last: bool
-
-
-class Generation(Struct):
-    script: Script
-    policy: ScriptedPolicy
-    interval: float  # seconds between tokens
-    fault: Fault | None = None
-    spans: list[VersionSpan] = field(default_factory=list)
-    sampled: int = 0
-    aborted: bool = False
-    _state: int = 0  # of all tokens so far, under `_version`
-    _version: int = 0
-
-    @property
-    def finish_reason(self) -> str:
-        return "abort" if self.aborted else self.script.finish_reason
+class ScriptedGeneration:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        script: Script,
+        policy: ScriptedPolicy,
+        *,
+        interval: float,
+        tokens_per_chunk: int,
+        vocabulary_size: int,
+        experts: int,
+    ) -> None:
+        """`interval`: seconds between tokens."""
+        self.request = request
+        self.script = script
+        self.interval = interval
+        self.fault: Fault | None = None
+        self.tokens: list[SampledToken] = []
+        self.spans: list[VersionSpan] = []
+        self.finish_reason: FinishReason | None = None
+        self.cached_tokens = 0
+        self.output_parser = (
+            None
+            if request.chat is None
+            else OutputParser(script.context.thinking == "begun", tools=bool(request.chat.callable_tools))
+        )
+        self._policy = policy
+        self._tokens_per_chunk = tokens_per_chunk
+        self._vocabulary_size = vocabulary_size
+        self._experts = experts
+        self._state = script.state  # of all tokens so far, under `_version`
+        self._version = 0
 
     @property
     def stop_reason(self) -> int | str | None:
-        return None if self.aborted else self.script.stop_reason
+        return None if self.finish_reason == "abort" else self.script.stop_reason
 
-    async def steps(self, size: int) -> AsyncGenerator[Step]:
-        """Samples up to `size` tokens at a time. The last step may have no token. Raises FaultError."""
+    @property
+    def reports_logprobs(self) -> bool:
+        return self.request.wants_logprobs and self.script.turn.logprobs != "missing"
+
+    @property
+    def routed_experts(self) -> str | None:
+        if not self._experts:
+            return None
+        ids = np.concatenate([self.request.prompt, self.script.ids[: len(self.tokens)]])
+        return to_wire(route_experts(ids, self._experts))
+
+    async def steps(self) -> AsyncGenerator[list[SampledToken]]:
+        """Raises EngineError or BrokenReplyError where the play wants this generation to go wrong."""
         loop = asyncio.get_running_loop()
-        total = len(self.script.ids)
-        fault_at = min(self.script.turn.fail_after, max(total - 1, 0)) if self.fault else None
-        async with self.policy.admission():
-            aborts = self.policy.aborts
-            if self.script.turn.delay:
-                await asyncio.sleep(self.script.turn.delay)
+        turn, total = self.script.turn, len(self.script.ids)
+        fault_at = min(turn.fail_after, max(total - 1, 0)) if self.fault else None
+        size = self._tokens_per_chunk
+        if not self.request.stream:
+            size = 1 if self.interval else _UNSTREAMED_STEP_TOKENS
+        async with self._policy.admission():
+            aborts = self._policy.aborts
+            if turn.delay:
+                await asyncio.sleep(turn.delay)
             due = loop.time()
-            self._state = self.script.state
             while True:
-                if fault_at is not None and self.sampled >= fault_at:
+                if fault_at is not None and len(self.tokens) >= fault_at:
                     await self._raise_fault()
-                if await self.policy.wait_while_paused():
+                if await self._policy.wait_while_paused():
                     due = loop.time()
-                if self.policy.aborts != aborts:
-                    self.aborted = True
-                    yield Step(self.sampled, self.sampled, [], [], is_last=True)
+                if self._policy.aborts != aborts:
+                    self.finish_reason = "abort"
+                    yield []
                     return
-                stop = min(self.sampled + size, total if fault_at is None else fault_at)
-                yield self._sample(stop)
+                stop = min(len(self.tokens) + size, total if fault_at is None else fault_at)
+                new = self._sample(stop)
                 if stop == total:
+                    self.finish_reason = self.script.finish_reason
+                    yield new
                     return
-                if self.script.turn.token_delay is not None:
+                yield new
+                if turn.token_delay is not None:
                     due = max(due, loop.time())  # a delay is kept after a stall too; a rate catches up
                 due += self.interval * size
                 await asyncio.sleep(max(due - loop.time(), 0))
 
     async def _raise_fault(self) -> None:
-        assert self.fault is not None
         if self.fault == "hang":
             await asyncio.Event().wait()
-        raise FaultError(self.fault)
+        if self.fault == "midstream":
+            raise EngineError("The play breaks off here.")
+        raise BrokenReplyError(_GARBAGE if self.fault == "garbage" else None)
 
-    def _sample(self, stop: int) -> Step:
-        start, version = self.sampled, self.policy.version
+    def _sample(self, stop: int) -> list[SampledToken]:
+        start, version = len(self.tokens), self._policy.version
         if version != self._version:
-            length = len(self.script.prompt) + start
+            length = len(self.request.prompt) + start
             self._state = change_version(self._state, length, self._version, version)
             self._version = version
-        states, logprobs = [], []
-        for id in self.script.ids[start:stop]:
-            states.append(self._state)
-            logprobs.append(logprob(self._state, id))
+        new = []
+        for place in range(start, stop):
+            id = self.script.ids[place]
+            token = SampledToken(id, self._report_logprob(place, id), version, text=self.script.texts[place])
+            if self.request.sampling.alternatives:
+                token.alternatives = rank_alternatives(
+                    self._state, id, self.request.sampling.alternatives, self._vocabulary_size
+                )
+            new.append(token)
             self._state = advance(self._state, id)
-        self.sampled = stop
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = VersionSpan(version, self.spans[-1].start, stop)
-        elif stop > start:
-            self.spans.append(VersionSpan(version, start, stop))
-        return Step(start, stop, states, logprobs, is_last=stop == len(self.script.ids))
+        self.tokens += new
+        extend_spans(self.spans, version, start, stop)
+        return new
+
+    def _report_logprob(self, place: int, id: int) -> float | None:
+        """As it is, or spoiled where the play says so."""
+        spoiled, count = self.script.turn.logprobs, len(self.script.ids)
+        if spoiled == "short" and place == count - 1:
+            return None
+        if place == count // 2 and spoiled in ("nan", "sentinel"):
+            return nan if spoiled == "nan" else -9999.0
+        return logprob(self._state, id)
 
 
 class PrefixCache:
@@ -249,17 +208,17 @@ class PrefixCache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._capacity = capacity
 
-    def count_cached_tokens(self, script: Script) -> int:
+    def count_cached_tokens(self, script: Script, prompt_tokens: int) -> int:
         """Of the prompt's last token something must always be computed, so a whole prompt is never cached."""
-        blocks = script.blocks[: (len(script.prompt) - 1) // BLOCK_TOKENS]
+        blocks = script.blocks[: (prompt_tokens - 1) // BLOCK_TOKENS]
         known = next((place for place, block in enumerate(blocks) if block not in self._blocks), len(blocks))
         return known * BLOCK_TOKENS
 
-    def add(self, script: Script, sampled: int) -> None:
+    def add(self, script: Script, prompt_tokens: int, sampled: int) -> None:
         """The prompt and the first `sampled` tokens of the output."""
         blocks = list(script.blocks)
         state = script.state
-        for length, id in enumerate(script.ids[:sampled], len(script.prompt) + 1):
+        for length, id in enumerate(script.ids[:sampled], prompt_tokens + 1):
             state = advance(state, id)
             if length % BLOCK_TOKENS == 0:
                 blocks.append(state)

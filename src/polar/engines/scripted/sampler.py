@@ -117,8 +117,8 @@ def rank_alternatives(state: int, token: int, count: int, vocabulary: int) -> li
     return [(token, logprob(state, token)), *ranked][:count]
 
 
-class Sampler:
-    """Turns what the model says into ids that drift."""
+class DriftingEncoder:
+    """Encodes what the model says into ids that drift."""
 
     def __init__(self, tokenizer: Tokenizer, drift: float = 0.1, seed: int = 0) -> None:
         self._tokenizer = tokenizer
@@ -126,7 +126,7 @@ class Sampler:
         self._seed = seed
         self._splits = lru_cache(maxsize=1 << 16)(self._find_splits)
 
-    def sample(self, text: str, context: int, seed: int = 0) -> list[int]:
+    def encode(self, text: str, context: int, seed: int = 0) -> list[int]:
         """Ids that decode to `text`; equal for equal text, context state and seed. Control tokens and markup that the
         text spells are the tokens themselves, as a model writes them."""
         ids, words = self._tokenizer.encode_words(text)

@@ -3,7 +3,7 @@
 What is asked of engines is answered when every node that is alive has it in force.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -11,7 +11,9 @@ from fastapi import APIRouter, HTTPException, Path, Query
 from pydantic import AfterValidator, BaseModel, Field
 
 from polar.config import DEFAULT_RUN, Compat
-from polar.engines.desired_state import DesiredPool, PauseState
+from polar.engines.base import DesiredPool, PauseState, RunEngine
+from polar.errors import ConfigError
+from polar.plugins import names
 from polar.rollout.lease_manager import NodeView
 from polar.rollout.routes.bodies import Body, RunName, error_responses
 from polar.rollout.routes.service_parts import ServiceParts
@@ -20,9 +22,19 @@ from polar.rollout.runs import Quotas
 _Limit = Annotated[int | None, Field(ge=0, lt=2**31)]
 
 
+class EngineModel(Body):
+    """The kind and model of a run's engines. What is left out is as `[engine]` says; where kind or model are given, as
+    the engines say."""
+
+    kind: str | None = Field(None, max_length=100, description="vllm, sglang, ...")
+    model: str | None = Field(None, max_length=2000, description="as its engines list it")
+    tokenizer: str | None = Field(None, max_length=2000, description="folder or name, on the nodes")
+    template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+
+
 class RunQuotas(Body):
-    """Null is without limit. The four limits are set together: what is left out has none. `compat` stays as it is
-    where it is left out."""
+    """Null is without limit. The four limits are set together: what is left out has none. `compat` and `engine` stay as
+    they are where they are left out."""
 
     max_running: _Limit = Field(None, description="sessions at the same time")
     max_queued: _Limit = Field(None, description="sessions that wait; more are refused with 429")
@@ -31,6 +43,7 @@ class RunQuotas(Body):
     )
     max_lag: _Limit = Field(None, description="batches that sessions may be ahead of the trainer [default: 0]")
     compat: Compat | None = Field(None, description="whose meaning its tasks have [default: the server's]")
+    engine: EngineModel | None = Field(None, description="what its engines are [default: as the server's settings say]")
 
 
 class Runs(BaseModel):
@@ -92,6 +105,7 @@ class ReplicaInfo(BaseModel):
     running: int = Field(description="calls of this process")
     down: bool = Field(description="it did not answer, and is left alone for a while")
     asleep: bool
+    refusal: str | None = Field(None, description="why it is not called: it has another model than the run")
 
 
 class PolicyInfo(BaseModel):
@@ -121,6 +135,7 @@ def describe_policy(parts: ServiceParts, run: str) -> PolicyInfo:
                 running=0 if replica is None else len(replica.running),
                 down=replica is not None and replica.down,
                 asleep=replica is not None and replica.asleep,
+                refusal=None if replica is None else replica.refusal,
             )
         )
     return PolicyInfo(
@@ -147,16 +162,23 @@ def _add_quota_routes(router: APIRouter, parts: ServiceParts) -> None:
         """Every run that has quotas, or engines of its own."""
         return Runs(runs={run: _describe_run(run, quotas) for run, quotas in rollout.quotas().items()})
 
-    @router.put("/runs/{run}", tags=["runs"], responses=error_responses(400, 413))
+    @router.put("/runs/{run}", tags=["runs"], responses=error_responses(400, 413, 502, 504))
     async def set_quotas(run: Annotated[RunName, Path()], body: RunQuotas) -> RunQuotas:
         quotas = Quotas(body.max_running, body.max_queued, body.batch, body.max_lag or 0)
         await rollout.set_quotas(run, quotas)
+        if "engine" in body.model_fields_set:
+            engine = RunEngine(**(body.engine or EngineModel()).model_dump())
+            if engine.kind is not None and engine.kind not in names("engines"):
+                raise ConfigError(f"Unknown engine {engine.kind!r}. Available: {', '.join(names('engines'))}.")
+            await rollout.engine_controller.set_engine(run, engine, _APPLY_SECONDS)
         if "compat" in body.model_fields_set:
             await rollout.set_compat(run, body.compat)
         return _describe_run(run, quotas)
 
     def _describe_run(run: str, quotas: Quotas) -> RunQuotas:
-        return RunQuotas(**msgspec.to_builtins(quotas), compat=rollout.compat(run))
+        engine = rollout.engine_controller.describe_engine(run)
+        shown = None if engine == RunEngine() else EngineModel(**msgspec.to_builtins(engine))
+        return RunQuotas(**msgspec.to_builtins(quotas), compat=rollout.compat(run), engine=shown)
 
 
 def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
@@ -193,9 +215,10 @@ def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
         """A run's engines; a run without any of its own uses those of `default`."""
         return describe_policy(parts, run or DEFAULT_RUN)
 
-    @router.post("/engines", tags=["engines"], responses=error_responses(400, 413, 504))
+    @router.post("/engines", tags=["engines"], responses=error_responses(400, 413, 502, 504))
     async def add_engine(body: EngineRequest, run: RunQuery = None) -> PolicyInfo:
-        """One more replica. With its first one, a run has engines of its own."""
+        """One more replica. With its first one, a run has engines of its own. One that has another model than the
+        run is refused (502), and does not stay."""
         run = body.run or run or DEFAULT_RUN
         await controller.add_replica(run, body.url, body.version, _APPLY_SECONDS)
         return describe_policy(parts, run)

@@ -12,6 +12,7 @@ from msgspec import Struct
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticSerializationError
 
+from polar.export.polar import session_status, stage_timing
 from polar.plugins import names
 from polar.records.result import (
     GroupResult,
@@ -26,7 +27,7 @@ from polar.records.result import (
 from polar.records.task import TaskRequest
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.queue.records import TaskRow, WorkRow
-from polar.rollout.results import session_status, stage_timing, task_status
+from polar.rollout.results import task_status
 from polar.rollout.routes.bodies import INT64_LIMIT, Body, Name, RunName, error_responses
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RefusedTask, SubmittedTask

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from polar.engines.embedded.generation import Generation, GenerationRequest, SamplingOptions
+from polar.engines.api_server.backend import SamplingOptions
+from polar.engines.embedded.generation import Generation
 from polar.engines.embedded.weights import WeightUpdate
 from polar.errors import ConfigError
 from tests.unit.engines.embedded import tiny
@@ -154,15 +155,13 @@ async def test_ends_at_a_stop_id_a_stop_string_or_the_limit(folder: Path) -> Non
         assert (len(plain.tokens), plain.finish_reason) == (8, "length")
         third = plain.tokens[2].id
         first = tiny.list_token_ids(plain.tokens).index(third)
-        by_id = core.start_generation(
-            GenerationRequest(PROMPTS[0], 8, SamplingOptions(temperature=0.0), stop_token_ids=[third])
-        )
+        by_id = tiny.start_generation(core, PROMPTS[0], 8, SamplingOptions(temperature=0.0), stop_token_ids=[third])
         await sampled(by_id, first + 1)
         assert (by_id.finish_reason, by_id.stop_reason, len(by_id.tokens)) == ("stop", third, first + 1)
         text = core.tokenizer.decode(tiny.list_token_ids(plain.tokens))
         stop = text[3:6]
-        by_text = core.start_generation(
-            GenerationRequest(PROMPTS[0], 8, SamplingOptions(temperature=0.0), stop=[stop], wants_text=True)
+        by_text = tiny.start_generation(
+            core, PROMPTS[0], 8, SamplingOptions(temperature=0.0), stop=[stop], wants_text=True
         )
         async for _ in by_text.steps():
             pass
@@ -174,7 +173,7 @@ async def test_what_nobody_waits_for_makes_room(folder: Path) -> None:
     async with tiny.open_core(folder, max_requests=1) as core:
         with tiny.PassLimiter(core) as passes:
             passes.allow(2)
-            endless = core.start_generation(GenerationRequest(PROMPTS[0], 400))
+            endless = tiny.start_generation(core, PROMPTS[0], 400)
             await sampled(endless, 2)
             waiting = asyncio.create_task(tiny.generate_all(core, PROMPTS[1], 4))
             core.end_generation(endless)
@@ -187,12 +186,12 @@ async def test_nothing_is_sampled_while_it_is_paused(folder: Path) -> None:
     async with tiny.open_core(folder) as core:
         with tiny.PassLimiter(core) as passes:
             passes.allow(200)
-            generation = core.start_generation(GenerationRequest(PROMPTS[0], 400))
+            generation = tiny.start_generation(core, PROMPTS[0], 400)
             await sampled(generation, 3)
             await core.pause()
         await asyncio.sleep(0)  # what was on its way has come
         had = len(generation.tokens)
-        late = core.start_generation(GenerationRequest(PROMPTS[1], 4))
+        late = tiny.start_generation(core, PROMPTS[1], 4)
         await asyncio.sleep(0.2)
         assert (len(generation.tokens), len(late.tokens)) == (had, 0)
         await core.resume()
@@ -209,7 +208,7 @@ async def test_new_weights_in_mid_generation(folder: Path, tmp_path: Path, pause
     teacher = tiny.Teacher(folder, updates)
     async with tiny.open_core(folder) as core:
         with tiny.PassLimiter(core) as passes:
-            generations = [core.start_generation(GenerationRequest(prompt, 60)) for prompt in PROMPTS]
+            generations = [tiny.start_generation(core, prompt, 60) for prompt in PROMPTS]
             for version, path in updates.items():
                 passes.allow(20)
                 await asyncio.gather(*(sampled(generation, len(generation.tokens) + 5) for generation in generations))
@@ -229,7 +228,8 @@ async def test_new_weights_in_mid_generation(folder: Path, tmp_path: Path, pause
         # It would not have passed with the labels of one version alone.
         ids = tiny.list_token_ids(generation.tokens)
         said = teacher.logprobs(generation.request.prompt, ids, 0)
-        assert max(abs(float(said[at]) - token.logprob) for at, token in enumerate(generation.tokens)) > 0.05
+        reported = tiny.list_logprobs(generation.tokens)
+        assert max(abs(float(said[at]) - value) for at, value in enumerate(reported)) > 0.05
 
 
 async def test_weights_that_do_not_fit_change_nothing(folder: Path, tmp_path: Path) -> None:

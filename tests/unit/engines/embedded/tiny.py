@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from polar.engines.api_server.backend import GenerationRequest, SampledToken, SamplingOptions
 from polar.engines.embedded.core import EngineCore
-from polar.engines.embedded.generation import Generation, GenerationRequest, SampledToken, SamplingOptions
+from polar.engines.embedded.generation import Generation
 from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.embedded.weights import load_model
 from polar.engines.scripted import TOKENIZER_FOLDER
@@ -101,7 +103,8 @@ class Teacher:
             version: self.logprobs(generation.request.prompt, ids, version, temperature)
             for version in {token.version for token in tokens}
         }
-        return max(abs(float(said[token.version][at]) - token.logprob) for at, token in enumerate(tokens))
+        reported = list_logprobs(tokens)
+        return max(abs(float(said[token.version][at]) - reported[at]) for at, token in enumerate(tokens))
 
 
 class PassLimiter:
@@ -142,9 +145,22 @@ async def open_core(folder: Path, **options: Any) -> AsyncIterator[EngineCore]:
         await core.stop()
 
 
+def start_generation(
+    core: EngineCore,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: SamplingOptions | None = None,
+    **request: Any,
+) -> Generation:
+    ids = np.asarray(prompt, np.int32)
+    generation = core.make_generation(GenerationRequest(ids, max_tokens, sampling or SamplingOptions(), **request))
+    core.start_generation(generation)
+    return generation
+
+
 async def generate_all(core: EngineCore, prompt: Sequence[int], max_tokens: int = 16, **choosing: Any) -> Generation:
     """A generation, to its end."""
-    generation = core.start_generation(GenerationRequest(list(prompt), max_tokens, SamplingOptions(**choosing)))
+    generation = start_generation(core, prompt, max_tokens, SamplingOptions(**choosing))
     async for _ in generation.steps():
         pass
     return generation
@@ -152,3 +168,10 @@ async def generate_all(core: EngineCore, prompt: Sequence[int], max_tokens: int 
 
 def list_token_ids(tokens: Sequence[SampledToken]) -> list[int]:
     return [token.id for token in tokens]
+
+
+def list_logprobs(tokens: Sequence[SampledToken]) -> list[float]:
+    """One for each token: the engine reports them all."""
+    reported = [token.logprob for token in tokens if token.logprob is not None]
+    assert len(reported) == len(tokens)
+    return reported

@@ -8,8 +8,8 @@ import pytest
 
 from polar.evaluators import project_tests as evaluator
 from polar.evaluators import signed_run
+from polar.testing.grading import WorkFactory
 from tests.selection import leave_to_slow
-from tests.unit.evaluators.work import Place
 
 FIX = "sed -i 's/a - b/a + b/' calc.py"
 CALC = "def add(a, b):\n    return a - b\n"
@@ -44,19 +44,19 @@ UNITTEST = {
 }
 
 
-async def reward(place: Place, agent: str, files: dict[str, str], command: str) -> float | None:
+async def reward(place: WorkFactory, agent: str, files: dict[str, str], command: str) -> float | None:
     work = await place.work(agent, files=files)
     config = {"command": f"{sys.executable} -m {command}", "env": {"PYTHONPATH": "."}}
     return (await evaluator.ProjectTests(config).evaluate(work)).reward
 
 
-async def test_tests_may_give_themselves_up(place: Place) -> None:
+async def test_tests_may_give_themselves_up(place: WorkFactory) -> None:
     assert await reward(place, FIX, PYTEST, "pytest tests") == 1
     assert await reward(place, "", PYTEST, "pytest tests") == 0
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="before, unittest does not tell who skips a test")
-async def test_those_of_unittest_too(place: Place) -> None:
+async def test_those_of_unittest_too(place: WorkFactory) -> None:
     own = {"test_elsewhere.py": "import unittest\nraise unittest.SkipTest('not here')\n"}
     assert await reward(place, FIX, UNITTEST | own, "unittest discover") == 1
     assert await reward(place, "", UNITTEST, "unittest test_calc") == 0
@@ -73,7 +73,7 @@ GIVES_UP = [
 
 
 @pytest.mark.parametrize("calc", leave_to_slow(GIVES_UP, but=[GIVES_UP[0], GIVES_UP[-1]]))
-async def test_code_can_not_give_up_its_tests(place: Place, calc: str) -> None:
+async def test_code_can_not_give_up_its_tests(place: WorkFactory, calc: str) -> None:
     assert await reward(place, f"cat > calc.py <<'END'\n{calc}\nEND", PYTEST, "pytest tests") == 0
 
 
@@ -87,7 +87,7 @@ GIVES_UP_UNITTEST = [
 
 
 @pytest.mark.parametrize("calc", leave_to_slow(GIVES_UP_UNITTEST, but=[GIVES_UP_UNITTEST[0]]))
-async def test_nor_those_of_unittest(place: Place, calc: str) -> None:
+async def test_nor_those_of_unittest(place: WorkFactory, calc: str) -> None:
     files = {**UNITTEST, "test_sane.py": "import unittest\nclass T(unittest.TestCase):\n    def test_it(self): pass\n"}
     agent = f"cat > calc.py <<'END'\n{calc}\nEND"
     assert await reward(place, agent, files, "unittest discover") == 0

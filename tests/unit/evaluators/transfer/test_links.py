@@ -8,7 +8,7 @@ from polar.evaluators.base import UngradableWorkError
 from polar.evaluators.transfer import links
 from polar.evaluators.transfer.links import TransferredEntries
 from polar.runtimes.base import CommandResult, Runtime, SandboxError
-from tests.unit.evaluators.work import Place
+from polar.testing.grading import WorkFactory
 
 WORKSPACE = {"a": None, "a/file": None, "b": "a", "lib": "usr/lib", "usr": None, "usr/lib": None, "usr/lib/x": None}
 
@@ -39,7 +39,7 @@ WORKSPACE = {"a": None, "a/file": None, "b": "a", "lib": "usr/lib", "usr": None,
         ("a\nfile", False),
     ],
 )
-async def test_a_link_leads_to_what_the_agent_could_show(place: Place, target: str, laid: bool) -> None:
+async def test_a_link_leads_to_what_the_agent_could_show(place: WorkFactory, target: str, laid: bool) -> None:
     prepare = [{"type": "upload_file", "target": "/data/same", "content": "x"}]
     secret = [{"type": "upload_file", "target": "/data/graders", "content": "secret"}]
     work = await place.work("echo x > ../data/agents", runtime={"prepare": prepare, "eval_prepare": secret})
@@ -89,7 +89,7 @@ STOPPED = CommandResult(None, 1.0)
     ],
 )
 async def test_links_that_can_not_be_resolved(
-    place: Place, end: CommandResult, live: bool, error: type[Exception]
+    place: WorkFactory, end: CommandResult, live: bool, error: type[Exception]
 ) -> None:
     """In the agent's own runtime, what holds the look up is the agent's doing; in one that it was never in, not."""
     work = await place.work()

@@ -13,7 +13,7 @@ import pytest
 from polar.runtimes.base import CorruptedRuntimeError, Limits, Runtime, RuntimeSpec, SandboxError
 from polar.runtimes.bubblewrap import Bubblewrap
 from polar.runtimes.cgroups import CgroupHierarchies
-from tests.contract import left
+from polar.testing import leftovers
 
 pytestmark = pytest.mark.runtimes
 
@@ -79,10 +79,10 @@ async def test_without_cgroups_a_time_out_kills_all_that_is_inside(kind: Bubblew
     await runtime.start()
     completed = await runtime.run(["sh", "-c", "(setsid sleep 60 &); sleep 60"], timeout=0.2)
     assert (completed.timed_out, completed.exit_code) == (True, None)
-    assert not any("sleep" in line for line in left.processes(str(tmp_path)))
+    assert not any("sleep" in line for line in leftovers.list_processes(str(tmp_path)))
     assert (await runtime.run(["true"])).exit_code == 0
     await runtime.remove()
-    assert not any("sleep" in line for line in left.processes(str(tmp_path)))
+    assert not any("sleep" in line for line in leftovers.list_processes(str(tmp_path)))
 
 
 async def test_the_gateway_may_be_a_unix_socket(kind: Bubblewrap, tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ async def test_two_hundred_at_once(kind: Bubblewrap, tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
     await asyncio.gather(*(runtime.put(b"", "/workspace/go") for runtime in runtimes))
     assert [completed.exit_code for completed in await asyncio.gather(*commands)] == [7] * 200
-    assert len(left.processes(mark, children=False)) >= 200  # the daemons
+    assert len(leftovers.list_processes(mark, children=False)) >= 200  # the daemons
     await asyncio.gather(*(runtime.remove() for runtime in runtimes))
-    assert left.processes(mark, children=False) == []
-    found = left.everything(tmp_path / "state", ids, mark)
+    assert leftovers.list_processes(mark, children=False) == []
+    found = leftovers.list_all(tmp_path / "state", ids, mark)
     assert [what for what, names in found.items() if names and what != "processes"] == []
 
 
@@ -150,7 +150,7 @@ async def test_too_few_descriptors_are_the_platforms_failure(kind: Bubblewrap) -
     await kind.prepare(None)
     runtime = await kind.create("id", RuntimeSpec())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (left.descriptors() + 3, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (leftovers.count_descriptors() + 3, hard))
     try:
         with pytest.raises(SandboxError, match="Too many open files"):
             await runtime.start()

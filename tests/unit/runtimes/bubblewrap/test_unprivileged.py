@@ -14,8 +14,8 @@ import pytest
 from polar.runtimes.base import Limits, Mount, RuntimeSpec, SandboxError
 from polar.runtimes.bubblewrap import Bubblewrap, BubblewrapRuntime, privileges
 from polar.runtimes.trial import run_trial
+from polar.testing import leftovers
 from tests.conditions import wait_until
-from tests.contract import left
 
 pytestmark = pytest.mark.runtimes
 
@@ -67,7 +67,9 @@ async def test_processes_of_the_same_user_are_out_of_reach(kind: Bubblewrap, tmp
     one, other = await start(kind, "one"), await start(kind, "other")
     try:
         running = asyncio.create_task(one.run(["sh", "-c", "echo > up; exec sleep 300"], env={"SECRET": "hunter3"}))
-        await wait_until(lambda: any("sleep 300" in line for line in left.processes("hunter3", children=False)))
+        await wait_until(
+            lambda: any("sleep 300" in line for line in leftovers.list_processes("hunter3", children=False))
+        )
         spy = "ps ax; cat /proc/*/environ; ls -l /proc/*/root/workspace; kill -9 -1; kill -9 {0}; ls /proc/{0}"
         _, said = await shell(other, spy.format(outside.pid), tmp_path / "output")
         assert "hunter" not in said

@@ -1,0 +1,97 @@
+"""The contract of evaluators, kept by those of Polar."""
+
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from polar.config import JudgeSettings
+from polar.evaluators.base import Outcome
+from polar.plugins import load
+from polar.testing import AgentRun, EvaluatorContract
+from polar.testing.grading import AgentWork, WorkFactory
+
+HELLO = AgentRun("echo hello > hello.txt")
+WRONG = AgentRun("echo goodbye > hello.txt")
+CHECK = '[ "$(cat hello.txt)" = hello ]'
+
+
+class TestSessionCompleted(EvaluatorContract):
+    plugin = load("evaluators", "session_completed")
+    solved = AgentRun()
+    failed = AgentRun(outcome=Outcome("finished", 1, 1.0))
+
+
+class TestCommand(EvaluatorContract):
+    plugin = load("evaluators", "command")
+    config = {"command": CHECK}
+    files = {"hello.txt": "not yet"}
+    solved = HELLO
+    failed = WRONG
+
+
+@pytest.mark.slow
+class TestProjectTests(EvaluatorContract):
+    plugin = load("evaluators", "tests")
+    config = {"command": f"{sys.executable} -m pytest", "must_pass": ["test_calc.py::test_add"]}
+    files = {
+        "calc.py": "def add(a, b):\n    return a - b\n",
+        "test_calc.py": "import calc\n\n\ndef test_add():\n    assert calc.add(1, 2) == 3\n",
+    }
+    solved = AgentRun("sed -i 's/a - b/a + b/' calc.py")
+    failed = AgentRun("echo '# nothing' >> calc.py")
+
+
+class TestAnswer(EvaluatorContract):
+    plugin = load("evaluators", "answer")
+    config = {"expected": "teal", "file": "answer.txt"}
+    files = {"answer.txt": "?"}
+    solved = AgentRun("echo 'Answer: Teal.' > answer.txt")
+    failed = AgentRun("echo 'Answer: red' > answer.txt")
+
+
+class TestWeighted(EvaluatorContract):
+    plugin = load("evaluators", "weighted")
+    config = {
+        "parts": [
+            {"strategy": "command", "config": {"command": CHECK}, "weight": 2},
+            {"strategy": "answer", "config": {"expected": "done"}},
+        ]
+    }
+    files = {"hello.txt": "not yet"}
+    solved = HELLO._replace(answer="Done.")
+    failed = WRONG._replace(answer="Done.")
+
+
+class TestJudge(EvaluatorContract):
+    """With a small server in place of the model: it likes answers that say hello."""
+
+    plugin = load("evaluators", "judge")
+    config = {"rubric": "Does it greet?", "judge": "model"}
+    solved = AgentRun(answer="Hello.")
+    failed = AgentRun(answer="Go away.")
+
+    @pytest_asyncio.fixture(autouse=True)
+    async def model_url(self) -> AsyncIterator[str]:
+        async def answer(request: web.Request) -> web.Response:
+            said = "\n".join(message["content"] for message in (await request.json())["messages"])
+            score = 10 if "Hello." in said else 0
+            content = f'{{"explanation": "Because.", "scores": {{"overall": {score}}}}}'
+            return web.json_response({"choices": [{"message": {"role": "assistant", "content": content}}]})
+
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        yield self.url
+        await runner.cleanup()
+
+    async def make_work(self, works: WorkFactory, run: AgentRun) -> AgentWork:
+        work = await super().make_work(works, run)
+        work.judges["model"] = JudgeSettings(url=self.url, model="judge")
+        return work
