@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 import polar
+from polar import testing
 from polar.config import Settings
 from polar.records.task import TaskRequest
 from polar.train.settings import TrainSettings
@@ -64,6 +65,8 @@ def test_every_route_of_the_data_plane_is_there(pages: dict[str, str]) -> None:
 def test_every_public_name_is_there(pages: dict[str, str]) -> None:
     for name in polar.__all__:
         assert f"## `polar.{name}`\n" in pages["python-api.md"]
+    for name in testing.__all__:
+        assert f"| `{name}` |" in pages["python-api.md"]
     assert " at 0x" not in pages["python-api.md"]
 
 

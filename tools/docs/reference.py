@@ -28,6 +28,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import polar
+from polar import testing
 from polar.cli.main import cli
 from polar.config import ServerSettings, Settings
 from polar.records.task import TaskRequest
@@ -346,6 +347,11 @@ def render_python() -> str:
     text = ["# Python API\n", _GENERATED, "`import polar`. All else may change without notice.\n"]
     for name in collect_python_names():
         text += [f"## `polar.{name}`\n", *_describe(name, getattr(polar, name))]
+    text.append("## `polar.testing`\n\nContract suites for plug-ins: [how to use them](../plugins.md).\n")
+    rows = [
+        f"| `{name}` | {_cell(_first_sentence(getattr(testing, name).__doc__ or ''))} |" for name in testing.__all__
+    ]
+    text.append("\n".join(["| name | |", "|---|---|", *rows]) + "\n")
     return _join(text)
 
 
