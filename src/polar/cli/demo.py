@@ -14,7 +14,7 @@ from rich.console import Console
 
 from polar.cli.common import json_option, log_options, run_async, start_logging
 from polar.cli.show import open_existing_store
-from polar.cli.train_progress import train_with_progress
+from polar.cli.train import train_with_progress
 from polar.cli.verify import DEFAULT_TOLERANCE, VerifyFindings, verify_sessions
 from polar.config import Settings
 from polar.demo import demo_folder

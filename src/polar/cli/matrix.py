@@ -14,8 +14,7 @@ from rich.table import Table
 from polar.cli.common import json_option, log_options, run_async, start_logging
 from polar.cli.interrupts import Interrupts
 from polar.cli.run_progress import RunProgress, poll_load, show_progress
-from polar.cli.run_summary import with_file_width
-from polar.cli.run_tally import RunTally, format_count, format_counts
+from polar.cli.run_tally import RunTally, format_count, format_counts, with_file_width
 from polar.config import Settings
 from polar.gateway.process import tune_process
 from polar.matrix.matrix_run import MatrixRun, MatrixSettings, load_matrix_settings

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from polar.cli import results_view
 from polar.cli.common import run_async
-from polar.cli.run_summary import with_file_width
-from polar.cli.run_tally import format_count
+from polar.cli.run_tally import format_count, with_file_width
 from polar.cli.server import connect_client, server_options
 from polar.client.async_client import ClientError, RawResult, Results
 from polar.errors import ConfigError
@@ -111,10 +110,10 @@ async def _print_table(results: Results[RawResult], unit: str, consumer: str | N
     console = with_file_width(Console())
     if unit == "session":
         sessions = [results_view.decode_session(result.data) async for result in results]
-        table = results_view.session_table(sessions) if sessions else None
+        table = results_view.make_session_table(sessions) if sessions else None
     else:
         groups = [results_view.decode_group(result.data) async for result in results]
-        table = results_view.group_table(groups) if groups else None
+        table = results_view.make_group_table(groups) if groups else None
     console.print("No results." if table is None else table)
     if later := _later_hint(results, consumer):
         console.print(later, highlight=False)

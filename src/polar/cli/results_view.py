@@ -99,7 +99,7 @@ def describe(one: EndedSession | EndedGroup) -> str:
     return f"{one.cursor}  {escape_controls(one.task_id)}{number}: {', '.join(words)} ({one.session_id})"
 
 
-def session_table(results: Iterable[EndedSession]) -> Table:
+def make_session_table(results: Iterable[EndedSession]) -> Table:
     results = list(results)
     suspicious = ["suspicious"] * any(one.metadata.suspicious for one in results)
     table = _make_table("cursor", "task", "sample", "session", "reward", *suspicious, "turns", "tokens", "seconds")
@@ -119,7 +119,7 @@ def session_table(results: Iterable[EndedSession]) -> Table:
     return table
 
 
-def group_table(results: Iterable[EndedGroup]) -> Table:
+def make_group_table(results: Iterable[EndedGroup]) -> Table:
     results = list(results)
     suspicious = ["suspicious"] * any(_count_suspicious(one.results) for one in results)
     table = _make_table("cursor", "task", "status", "asked", "usable", "cancelled", *suspicious, "reward")

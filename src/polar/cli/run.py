@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import click
 import msgspec
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from polar.cli import run_sources, run_summary
+from polar.cli import run_tally
 from polar.cli.common import (
     describe_default_engine,
     engine_options,
@@ -27,7 +29,7 @@ from polar.cli.run_progress import RunProgress, poll_load, show_progress
 from polar.cli.run_tally import RunTally, format_count
 from polar.cli.tasks import SOURCES_KEY, task_options
 from polar.config import PriceSettings, Settings
-from polar.data.collection import Budget, Collection, lock_collection
+from polar.data.collection import Budget, Collection, SourceStats, lock_collection
 from polar.gateway.process import tune_process
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
@@ -125,7 +127,7 @@ class _RunCommand:
             rest = self._total - self._tally.sessions
             click.echo(f"polar: Interrupted: {rest} of {self._total} sessions were cancelled.{_RESUME_HINT}", err=True)
             return interrupts.exit_status
-        if complaint := run_summary.describe_failures(self._tally, self._data, self._settings.engine):
+        if complaint := run_tally.describe_failures(self._tally, self._data, self._settings.engine):
             click.echo(f"polar: {complaint}", err=True)
             return 1
         if self._collection is not None and (what := self._collection.exhausted_limit) is not None:
@@ -185,13 +187,13 @@ class _RunCommand:
     def _print_summary(self, seconds: float) -> None:
         if self._as_json and not self._error_console.is_terminal:
             return
-        console = run_summary.with_file_width(self._error_console if self._as_json else Console())
+        console = run_tally.with_file_width(self._error_console if self._as_json else Console())
         if self._tally.sessions:
             self._print_sessions(console, seconds)
         self._print_collection(console)
 
     def _print_sessions(self, console: Console, seconds: float) -> None:
-        run_summary.print_summary(console, self._tally_by_task, self._tally, seconds)
+        run_tally.print_summary(console, self._tally_by_task, self._tally, seconds)
         if (note := describe_default_engine(self._settings)) is not None:
             console.print(note, highlight=False, soft_wrap=True)
         if self._tally.exited_cleanly and not self._tally.turns:
@@ -210,7 +212,7 @@ class _RunCommand:
             return
         if wish.accept is not None or wish.resume:
             accepted = "a reward above 0" if wish.accept is None else f"a reward of {wish.accept:g} or more"
-            run_sources.print_sources(console, collection.stats_by_source, accepted)
+            print_sources(console, collection.stats_by_source, accepted)
         if (cost := collection.spending.cost) is not None:
             used = collection.spending.used
             tokens = f"{used.prompt:,} prompt tokens ({used.cached:,} of them cached), {used.sampled:,} sampled"
@@ -239,3 +241,23 @@ async def _unwrap_error_group() -> AsyncIterator[None]:
         yield
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
+
+
+# Acceptance rates by source
+
+
+def print_sources(console: Console, rates: Mapping[str, SourceStats], criterion: str) -> None:
+    table = Table(title=f"Accepted sessions by source ({criterion})", title_justify="left")
+    table.add_column("source", overflow="fold")
+    for name in ("tasks", "solved", "sessions", "accepted", "rate"):
+        table.add_column(name, justify="right")
+    for source, found in sorted(rates.items()):
+        table.add_row(
+            Text(source),
+            str(len(found.tasks)),
+            str(len(found.solved)),
+            str(found.sessions),
+            str(found.accepted),
+            f"{found.accepted / found.sessions:.1%}",
+        )
+    console.print(table)

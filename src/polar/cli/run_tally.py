@@ -1,10 +1,16 @@
 """What became of sessions: counted as they end, for each task and for all."""
 
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 from msgspec import Struct, field
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from polar.cli.show_tokens import escape_controls
+from polar.config import EngineSettings
 from polar.node.finished_session import FinishedSession
 from polar.records.session import Verdict, is_suspicious
 from polar.records.task import MASKED_REASONS
@@ -86,3 +92,128 @@ def format_count(number: int, noun: str) -> str:
 
 def format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())
+
+
+# Printed when the run is over
+
+_MAX_TASKS_SHOWN = 50  # tasks
+_MAX_ZERO_REASONS_SHOWN = 3  # that are shown of rewards of 0
+_FILE_WIDTH_CHARS = 120  # where there is no terminal
+
+_ADVICE = {
+    "prepare_failed": "a step of runtime.prepare failed: run it by hand in the same runtime",
+    "harness_failed": "the harness ended before its first model call: see agent.log",
+    "engine_failed": "see whether the engine is up: polar doctor",
+    "grader_failed": "the task's own grader can't do its work: see logs/ and verdict.json",
+    "sandbox_failed": "see what works on this machine: polar doctor",
+    "store_failed": "see whether the data folder can be written and its disk has room",
+    "node_failed": "an error of Polar's own: please report it, with verdict.json",
+    "cancelled": "it was cancelled: run it again",
+}
+
+
+def print_summary(console: Console, tasks: dict[str, RunTally], total: RunTally, seconds: float) -> None:
+    console.print(_make_task_table(tasks))
+    if (more := len(tasks) - _MAX_TASKS_SHOWN) > 0:
+        console.print(f"and {more} more tasks")
+    speed = f"{total.tokens / seconds:,.0f} a second"
+    console.print(
+        f"{format_count(total.sessions, 'session')} in {seconds:.1f} s: {_describe_rewards(total)}; "
+        f"{format_count(total.turns, 'turn')}, {total.tokens:,} tokens sampled ({speed}).",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for line in (*_describe_zero_rewards(total), *_describe_tampering(total)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def describe_failures(total: RunTally, data: Path, engine: EngineSettings) -> str:
+    """Why there are sessions without a reward, and what to do; empty where there are none."""
+    failures = total.platform_failures
+    if not failures:
+        return ""
+    lines = [
+        f"{failures.total()} of {format_count(total.sessions, 'session')} ended without a reward, through "
+        "no fault of the "
+        f"agent's: {format_counts(failures)}."
+    ]
+    for reason, _ in failures.most_common():
+        first = total.first_failures[reason]
+        advice = _ADVICE.get(reason, "see verdict.json")
+        if reason == "engine_failed":
+            advice += _doctor_arguments(engine)
+        lines.append(f"  {reason}: {advice} (in {data / 'sessions' / first.session_id})")
+        if first.error:
+            lines += [f"    {escape_controls(line)}" for line in first.error.splitlines()]
+    return "\n".join(lines)
+
+
+def with_file_width(console: Console) -> Console:
+    """Tables in files are as wide as they need to be."""
+    return console if console.is_terminal else Console(file=console.file, width=_FILE_WIDTH_CHARS)
+
+
+def _make_task_table(tasks: dict[str, RunTally]) -> Table:
+    reasons = any(tally.reasons for tally in tasks.values())
+    suspicious = any(tally.suspicious for tally in tasks.values())
+    table = Table(title="Means of each task's sessions", title_justify="left")
+    table.add_column("task", overflow="fold")
+    for name in ("samples", "reward", "solved"):
+        table.add_column(name, justify="right")
+    if reasons:
+        table.add_column("no reward", overflow="fold")
+    if suspicious:
+        table.add_column("suspicious", justify="right")
+    for name in ("turns", "tokens", *(f"{stage} s" for stage in STAGES)):
+        table.add_column(name, justify="right")
+    for task_id, tally in list(tasks.items())[:_MAX_TASKS_SHOWN]:
+        mean = tally.mean_reward
+        table.add_row(
+            Text(task_id),
+            str(tally.sessions),
+            "" if mean is None else f"{mean:.3g}",
+            f"{tally.solved}/{tally.rewarded}" if tally.rewarded else "",
+            *([format_counts(tally.reasons)] if reasons else []),
+            *([str(tally.suspicious)] if suspicious else []),
+            _format_mean(tally.turns, tally),
+            _format_mean(tally.tokens, tally),
+            *(_format_mean(tally.seconds[stage], tally, 2) for stage in STAGES),
+        )
+    return table
+
+
+def _format_mean(value: float, tally: RunTally, digits: int = 1) -> str:
+    return f"{value / tally.sessions:.{digits}f}" if tally.sessions else ""
+
+
+def _doctor_arguments(engine: EngineSettings) -> str:
+    """What `polar doctor` is to be told of the engine."""
+    if not engine.urls:
+        return ""
+    return f" {engine.urls[0]}" + ("" if engine.kind == "vllm" else f" --kind {engine.kind}")
+
+
+def _describe_zero_rewards(total: RunTally) -> Iterator[str]:
+    if not total.zero_reward_reasons:
+        return
+    yield "Why rewards are 0:"
+    for said, number in total.zero_reward_reasons.most_common(_MAX_ZERO_REASONS_SHOWN):
+        yield f"  {format_count(number, 'session')}: {said}"
+    if rest := total.zero_reward_reasons.total() - sum(
+        number for _, number in total.zero_reward_reasons.most_common(_MAX_ZERO_REASONS_SHOWN)
+    ):
+        yield f"  {format_count(rest, 'session')} for other reasons"
+
+
+def _describe_tampering(total: RunTally) -> Iterator[str]:
+    if total.suspicious:
+        sessions, kinds = format_count(total.suspicious, "session"), format_counts(total.evidence_kinds)
+        yield f"Proven tampering with the grading: {sessions} ({kinds})."
+    if total.suspected:
+        yield f"Unproven signs of tampering, which change no reward: {format_count(total.suspected, 'session')}."
+
+
+def _describe_rewards(total: RunTally) -> str:
+    if not total.rewarded:
+        return "no rewards"
+    return f"mean reward {total.mean_reward:.3g}, {total.solved} of {total.rewarded} solved"

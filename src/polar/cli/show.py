@@ -1,18 +1,21 @@
 """polar show: a session's model calls, as a person would like to read them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 from rich.console import Console
 
-from polar.cli import show_folder, show_tree
+from polar.cli import show_tree
 from polar.cli.common import config_option, data_option, json_option, load_settings, run_async
-from polar.cli.show_tokens import TokenView, decodes_to_replies
+from polar.cli.show_tokens import TokenView, decodes_to_replies, escape_controls
 from polar.config import Settings
 from polar.engines.scripted.server import TOKENIZER_FOLDER as SCRIPTED_TOKENIZER
 from polar.errors import ConfigError
 from polar.gateway import view
+from polar.node.finished_session import SessionFolder
 from polar.records.exchange import Exchange
 from polar.rendering.tokenizer import Tokenizer
 from polar.store import open_store
@@ -88,7 +91,7 @@ async def show_session(
         labels = sessions.assign_session_roles(session, [read_call(exchange) for exchange in exchanges])
         rows = [view.exchange_to_dict(exchange, labels[exchange.exchange_id]) for exchange in exchanges]
         shown = {"session": view.session_to_dict(session), "exchanges": rows}
-        click.echo(view.encode_json(shown | show_folder.read_documents(data, session_id)))
+        click.echo(view.encode_json(shown | read_documents(data, session_id)))
         return
     token_view = None
     if tokens or ids:
@@ -99,7 +102,7 @@ async def show_session(
     paths = sessions.read_session_paths(session, exchanges).paths
     console = Console()
     console.print(show_tree.render_tree(session, exchanges, paths, token_view, limit))
-    for line in show_folder.describe_folder(data, session_id):
+    for line in describe_folder(data, session_id):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -124,3 +127,71 @@ def _find_tokenizer(settings: Settings, folder: Path | None, exchanges: Sequence
         return None
     tokenizer = Tokenizer.load(likely)
     return tokenizer if decodes_to_replies(tokenizer, exchanges) else None
+
+
+# The session's folder on its node, beside the store
+
+_DOCUMENTS = ("verdict", "timing")
+_LIMIT_NAMES = {"length": "limit of turns or tokens, or the model's context"}
+
+
+def read_documents(data: Path, session_id: str) -> dict[str, Any]:
+    """The verdict and the timing, where they are there."""
+    folder = SessionFolder(data, session_id).path
+    found = {}
+    for name in _DOCUMENTS:
+        path = folder / f"{name}.json"
+        if path.exists():
+            found[name] = msgspec.json.decode(path.read_bytes())
+    return found
+
+
+def describe_folder(data: Path, session_id: str) -> Iterator[str]:
+    found = read_documents(data, session_id)
+    if "verdict" in found:
+        yield from _describe_verdict(found["verdict"])
+    if stages := found.get("timing", {}).get("seconds"):
+        yield f"seconds: {', '.join(f'{stage} {seconds:.2f}' for stage, seconds in stages.items())}"
+    folder = SessionFolder(data, session_id).path
+    if folder.is_dir():
+        kept = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+        yield f"in {folder}: {', '.join(kept)}"
+
+
+def _describe_verdict(verdict: dict[str, Any]) -> Iterator[str]:
+    reward, reason, detail = verdict["reward"], verdict["reason"], verdict["detail"]
+    earned = "not evaluated" if reason is None else f"no reward: {reason}"
+    if reward is not None:
+        earned = f"reward {reward:g}"
+    yield f"task {verdict['task_id']}, sample {verdict['sample']}: {earned}"
+    if verdict["error"]:
+        yield f"  {escape_controls(verdict['error'])}"
+    if detail:
+        yield f"  {_format_fields(detail)}"
+    if (outcome := verdict["outcome"]) is not None:
+        code = "was killed" if outcome["exit_code"] is None else f"ended with {outcome['exit_code']}"
+        limit = (
+            "" if outcome["ended"] == "finished" else f", by its {_LIMIT_NAMES.get(outcome['ended'], outcome['ended'])}"
+        )
+        memory = ", out of memory" if outcome["out_of_memory"] else ""
+        yield f"  the harness {code} after {outcome['seconds']:.2f} s{limit}{memory}"
+
+
+def _format_fields(detail: dict[str, Any]) -> str:
+    return ", ".join(f"{escape_controls(name)}: {_format_value(name, value)}" for name, value in detail.items())
+
+
+def _format_value(name: str, value: Any) -> str:
+    """For people; verdict.json has it to the last digit."""
+    match value:
+        case None:
+            return "killed" if name == "exit_code" else "none"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.2f} s" if name == "seconds" else f"{value:.4g}"
+        case dict():
+            return f"({_format_fields(value)})" if value else "none"
+        case list():
+            return f"[{', '.join(_format_value('', one) for one in value)}]" if value else "none"
+    return escape_controls(str(value))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from polar.cli import results_view
 from polar.cli.common import json_option, run_async
-from polar.cli.run_summary import with_file_width
+from polar.cli.run_tally import with_file_width
 from polar.cli.server import connect_client, server_options
 from polar.cli.show_tokens import escape_controls
 from polar.client.async_client import AsyncClient
@@ -62,7 +62,7 @@ async def _show_task(client: AsyncClient, task_id: str, as_json: bool) -> None:
         f"{task.total_sessions} sessions ended"
     )
     if task.results and task.status != "running":
-        with_file_width(Console()).print(results_view.session_table(_ended_sessions(task)))
+        with_file_width(Console()).print(results_view.make_session_table(_ended_sessions(task)))
     elif task.sessions:
         with_file_width(Console()).print(_session_table(task.sessions))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from polar.cli import run_summary
+from polar.cli import run_tally
 from polar.cli.run_progress import LineProgress, LiveProgress, TokenRate, describe_session, poll_load, show_progress
 from polar.cli.run_tally import RunTally
 from polar.config import EngineSettings
@@ -139,7 +139,7 @@ async def test_a_failure_to_look_is_not_hidden() -> None:
 def summary(tasks: dict[str, RunTally], total: RunTally | None = None) -> str:
     console, written = terminal(140)
     total = total or tally(finished(1.0), finished(0.0))
-    run_summary.print_summary(console, tasks, total, 2.0)
+    run_tally.print_summary(console, tasks, total, 2.0)
     return written.getvalue()
 
 
@@ -205,18 +205,18 @@ def test_the_complaint_names_each_reason_with_what_to_do() -> None:
         finished(reason="engine_failed", error="The engine\x1b[2J is gone.", session_id="s2"),
         finished(reason="engine_failed", error="Later.", session_id="s3"),
     )
-    said = run_summary.describe_failures(counted, Path("data"), EngineSettings())
+    said = run_tally.describe_failures(counted, Path("data"), EngineSettings())
     assert said.splitlines() == [
         "2 of 4 sessions ended without a reward, through no fault of the agent's: engine_failed 2.",
         "  engine_failed: see whether the engine is up: polar doctor (in data/sessions/s2)",
         "    The engine␛[2J is gone.",
     ]
     harmless = tally(finished(0.0), finished(reason="length"))
-    assert run_summary.describe_failures(harmless, Path("data"), EngineSettings()) == ""
+    assert run_tally.describe_failures(harmless, Path("data"), EngineSettings()) == ""
 
 
 @pytest.mark.parametrize(("kind", "asked"), [("vllm", "http://a:1"), ("sglang", "http://a:1 --kind sglang")])
 def test_the_complaint_names_the_engine(kind: str, asked: str) -> None:
     engine = EngineSettings(kind=kind, urls=["http://a:1", "http://b:1"])
-    said = run_summary.describe_failures(tally(finished(reason="engine_failed")), Path("data"), engine)
+    said = run_tally.describe_failures(tally(finished(reason="engine_failed")), Path("data"), engine)
     assert f"polar doctor {asked} (in " in said

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from polar.cli.show_folder import describe_folder
+from polar.cli.show import describe_folder
 from polar.node.finished_session import SessionFolder
 
 VERDICT: dict[str, Any] = {

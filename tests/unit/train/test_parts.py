@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from polar.cli.train_progress import TrainProgress, render_reward_curve
+from polar.cli.train import TrainProgress, render_reward_curve
 from polar.errors import ConfigError
 from polar.train.checkpoint import CheckpointStore, JournalEntry, create_folder_atomically, truncate_after_step
 from polar.train.metrics import GpuMonitor, Metrics, StepMetrics, plot_rewards
