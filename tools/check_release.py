@@ -44,10 +44,8 @@ def main(dist: Path) -> None:
         subprocess.run(install, cwd=folder, env=pip_environment, check=True)
         assert project["version"] in run("polar", "--version"), "another version is installed"
         run("polar", "--help")
-        summary = run(
-            "polar", "capture", "--json", "--", "python", "agent.py", "What is in examples/hello?"
-        ).splitlines()[-1]
-        captured = json.loads(summary)
+        agent = ("python", "agent.py", "What is in examples/hello?")
+        captured = json.loads(run("polar", "capture", "--json", "--", *agent).splitlines()[-1])
         assert (captured["exchanges"], captured["exit_code"]) == (2, 0), captured
         run("polar", "verify")
         run("polar", "export", "--format", "trl", "-o", "rows.jsonl")

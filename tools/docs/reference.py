@@ -348,8 +348,10 @@ def render_python() -> str:
     for name in collect_python_names():
         text += [f"## `polar.{name}`\n", *_describe(name, getattr(polar, name))]
     text.append("## `polar.testing`\n\nContract suites for plug-ins: [how to use them](../plugins.md).\n")
+    suites = [getattr(testing, name) for name in testing.__all__]
     rows = [
-        f"| `{name}` | {_cell(_first_sentence(getattr(testing, name).__doc__ or ''))} |" for name in testing.__all__
+        f"| `{suite.__name__}` | {_cell(_first_sentence(suite.__doc__ or import_module(suite.__module__).__doc__))} |"
+        for suite in suites
     ]
     text.append("\n".join(["| name | |", "|---|---|", *rows]) + "\n")
     return _join(text)
@@ -442,7 +444,7 @@ def _first_paragraph(text: str | None) -> str:
     return inspect.cleandoc(text).split("\n\n")[0].replace("\n", " ") + "\n" if text else ""
 
 
-def _first_sentence(text: str) -> str:
+def _first_sentence(text: str | None) -> str:
     paragraph = _first_paragraph(text)
     return re.split(r"(?<=[.:]) ", paragraph, maxsplit=1)[0].rstrip(":")
 
