@@ -32,7 +32,7 @@ def test_pages_that_code_and_files_mention_exist() -> None:
     """Errors, docstrings and examples that send a reader to docs/X.md, with the heading that they name."""
     mention = re.compile(r"\bdocs/([\w/-]+\.(?:md|svg|png))(?:#([\w-]+))?")
     files = [*map(ROOT.joinpath, ("README.md", "ARCHITECTURE.md", "Makefile", "CONTRIBUTING.md", "SECURITY.md"))]
-    for folder in ("src", "examples", "tools", "benchmarks"):
+    for folder in ("src", "examples", "tools", "benchmarks", "tests"):
         files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".toml", ".sh", ".yaml")]
     for file in files:
         for page, anchor in mention.findall(file.read_text(encoding="utf-8")):

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any, Literal, get_args, get_origin
 from unittest.mock import Mock
 
@@ -102,23 +103,43 @@ def render_settings() -> str:
         text.append(_settings_table(model))
     text.append("## `[engine.options]`\n\nSettings of an engine's own kind.\n")
     for point in sorted(entry_points(group="polar.engines"), key=lambda point: point.name):
-        options = _engine_options(point)
-        if options is not None:
-            text += [f"### `{point.name}`\n", _settings_table(options)]
+        if options := _engine_options_table(point):
+            text += [f"### `{point.name}`\n", options]
     return _join(text)
 
 
-def _engine_options(point: EntryPoint) -> type[BaseModel] | None:
-    """The settings class that an engine's module, or a module beside it, calls ...Options."""
-    for name in (point.module, f"{point.module.rpartition('.')[0]}.options"):
-        try:
-            module = import_module(name)
-        except ModuleNotFoundError:
-            continue
-        for value in vars(module).values():
+def _engine_options_table(point: EntryPoint) -> str:
+    """Of a settings class ...Options in the engine's module or beside it; else of the engine's own command."""
+    package = point.module.rpartition(".")[0]
+    for name in (point.module, f"{package}.options"):
+        for value in vars(import_module(name)).values() if _is_module(name) else ():
             if isinstance(value, type) and issubclass(value, BaseModel) and value.__name__.endswith("Options"):
-                return value
-    return None
+                return _settings_table(value)
+    if _is_module(f"{package}.__main__") and point.module.rpartition(".")[2] == "engine":
+        return _server_options_table(import_module(f"{package}.__main__").main)
+    return ""
+
+
+def _server_options_table(command: click.Command) -> str:
+    """Options of an engine that is launched as a server of its own, as settings."""
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    rows = [
+        f"| `{option.opts[-1].removeprefix('--').replace('-', '_')}` | {_cell(option.help or '')} | "
+        f"{f'`{json.dumps(option.default)}`' if isinstance(option.default, (str, int, float)) else ''} |"
+        for option in options
+        if not (option.help or "").startswith("With --random") and option.name not in _ONLY_ON_THE_COMMAND_LINE
+    ]
+    return "\n".join(["| setting | | default |", "|---|---|---|", *rows]) + "\n"
+
+
+_ONLY_ON_THE_COMMAND_LINE = {"random_seed"}
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def render_tasks() -> str:
@@ -446,7 +467,7 @@ def _first_paragraph(text: str | None) -> str:
 
 def _first_sentence(text: str | None) -> str:
     paragraph = _first_paragraph(text)
-    return re.split(r"(?<=[.:]) ", paragraph, maxsplit=1)[0].rstrip(":")
+    return re.split(r"(?<=\.) ", paragraph, maxsplit=1)[0]
 
 
 def _cell(text: str) -> str:
