@@ -44,6 +44,7 @@ test-slow: setup $(NODE)/.ready
 
 # The commands and programs of all pages; `make test` checks that each block is run or says why not.
 test-docs: setup
+	$(BIN)/python -m tests.docs
 	$(PYTEST) -n 2 -m docs
 
 # The property tests of `make test`, with more than ten times as many examples.
