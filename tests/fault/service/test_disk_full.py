@@ -12,6 +12,10 @@ import pytest
 
 from tests.fault.service.cluster import ASK, Cluster, quick, task, until_there
 
+LARGE = {"padding": "x" * 2**16}
+"""A task's metadata for which a full disk has no room. Small things may well be written there, and are durable then: in
+the last block of a file, or where an ended session was."""
+
 
 class Disk:
     """A small one of its own."""
@@ -49,7 +53,9 @@ async def test_the_servers_disk(tmp_path: Path, disk: Disk) -> None:
     mark = tmp_path / "go"
     async with Cluster(tmp_path, data=disk.folder / "data") as cluster:
         await cluster.node("node")
-        await cluster.submit(task("held", f"{ASK}; {until_there(mark)}", num_samples=6), quick("before"))
+        await cluster.submit(
+            task("held", f"{ASK}; {until_there(mark)}", num_samples=6, metadata=LARGE), quick("before")
+        )
         await cluster.in_stage("node", "run", 6)
         await cluster.reader.until(lambda: len(cluster.reader.got) == 1)
         disk.fill()
@@ -114,7 +120,7 @@ async def current_health(cluster: Cluster) -> tuple[int, dict[str, Any]]:
 async def refused(cluster: Cluster, name: str) -> tuple[int, str]:
     async with (
         aiohttp.ClientSession(cluster.server.url) as http,
-        http.post("/rollout/task/submit", json=quick(name)) as response,
+        http.post("/rollout/task/submit", json=quick(name, metadata=LARGE)) as response,
     ):
         return response.status, await response.text()
 
@@ -123,17 +129,15 @@ async def refused(cluster: Cluster, name: str) -> tuple[int, str]:
 async def test_a_nodes_disk(tmp_path: Path, disk: Disk) -> None:
     """What runs there is tried again; and sessions that can't begin there are nobody's fault: none of that counts."""
     mark = tmp_path / "go"
-    # Larger than the room that ended sessions leave: a small one may well begin, and even earn something.
-    large = {"padding": "x" * 2**16}
     async with Cluster(tmp_path, POLAR_SERVER__ATTEMPTS="2") as cluster:
         node = await cluster.node("small", data=disk.folder / "data")
-        await cluster.submit(quick("before"), task("begun", f"{until_there(mark)}; {ASK}", metadata=large))
+        await cluster.submit(quick("before"), task("begun", f"{until_there(mark)}; {ASK}", metadata=LARGE))
         await cluster.reader.until(lambda: len(cluster.reader.got) == 1)
         await cluster.in_stage("small", "run")
         disk.fill()
         try:
             mark.touch()
-            await cluster.submit(*(quick(f"t{number}", 2, metadata=large) for number in range(4)))
+            await cluster.submit(*(quick(f"t{number}", 2, metadata=LARGE) for number in range(4)))
 
             async def tried(_: Cluster) -> bool:
                 return node.said().count("could not begin here") >= 2 * 8
