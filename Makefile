@@ -147,10 +147,12 @@ DOCS := .cache/docs
 $(DOCS)/.ready: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)/venv
 	$(DOCS)/venv/bin/python -m pip install -q -r $<
+	npm install --no-audit --no-fund --silent --prefix $(DOCS) iframe-worker@1.0.4  # search in pages that are opened as files
 	touch $@
 
 docs: setup $(DOCS)/.ready
 	$(BIN)/python -m tools.docs $(DOCS)/pages
+	cp $(DOCS)/node_modules/iframe-worker/shim/index.js $(DOCS)/pages/assets/iframe-worker.js
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/venv/bin/mkdocs build --clean
 	$(BIN)/python -m tools.docs.check_site site
 
