@@ -213,7 +213,7 @@ async def _measure_gateway_share(folder: str, near: range) -> tuple[list[float],
 
 
 async def _read_exchange(service: DataPlane, session_id: str, seq: int) -> Exchange:
-    return [exchange async for exchange in service.store.exchanges(session_id)][seq]
+    return [exchange async for exchange in service.store.read_exchanges(session_id)][seq]
 
 
 def _encode_generate(exchange: Exchange) -> bytes:

@@ -100,7 +100,7 @@ async def test_a_branch_behind_a_prompt_that_is_only_its_opening(tmp_path: Path)
             await ask(client, service.gateway_url, [user("")])
             dropped = {"role": "assistant", "content": "word one"}  # without its thinking
             await ask(client, service.gateway_url, [user(""), dropped, user("go")])
-        exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
+        exchanges = [exchange async for exchange in service.store.read_exchanges(session.session_id)]
     recorded = [exchange.prompt_ids.tolist() for exchange in exchanges if exchange.prompt_ids is not None]
     assert len(recorded) == 2
     assert engine.prompts[-2:] == recorded  # type: ignore[attr-defined]

@@ -116,9 +116,9 @@ async def capture(
         finally:
             verdict = Verdict(reward) if reward is not None and summary.exit_code == 0 else Verdict()
             await service.sessions.end(session.session_id, verdict)
-        recorded = await service.store.session(session.session_id)
+        recorded = await service.store.find_session(session.session_id)
         assert recorded is not None
-        exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
+        exchanges = [exchange async for exchange in service.store.read_exchanges(session.session_id)]
     for exchange in exchanges:
         summary.exchanges += 1
         summary.tokens += exchange.usage.completion

@@ -53,7 +53,7 @@ class EngineHttpClient:
             await self._http.close()
             self._http = None
 
-    def _session(self) -> aiohttp.ClientSession:
+    def _get_session(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=self._make_socket),
@@ -89,7 +89,7 @@ class EngineHttpClient:
     async def _post_once(self, path: str, body: bytes) -> aiohttp.ClientResponse:
         # Redirects are refused: prompts and keys go only where somebody said that they should.
         data = body if len(body) <= _SINGLE_WRITE_BYTES else io.BytesIO(body)  # which is written piece by piece
-        return await self._session().post(self.url + path, data=data, allow_redirects=False)
+        return await self._get_session().post(self.url + path, data=data, allow_redirects=False)
 
     async def read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
@@ -124,7 +124,7 @@ class EngineHttpClient:
     async def _fetch(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with self._session().request(
+            async with self._get_session().request(
                 method, self.url + path, data=body, timeout=limit, allow_redirects=False
             ) as response:
                 return response.status, await response.read()

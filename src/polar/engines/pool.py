@@ -424,8 +424,8 @@ def choose_replica(group: str, home: ReplicaT | None, replicas: Sequence[Replica
 
 def rank_replicas(group: str, replicas: Sequence[ReplicaT]) -> list[ReplicaT]:
     """The replicas as a group prefers them."""
-    return sorted(replicas, key=lambda replica: _rendezvous_hash(group, replica.url), reverse=True)
+    return sorted(replicas, key=lambda replica: _compute_rendezvous_hash(group, replica.url), reverse=True)
 
 
-def _rendezvous_hash(group: str, url: str) -> bytes:
+def _compute_rendezvous_hash(group: str, url: str) -> bytes:
     return hashlib.blake2b(f"{group}\0{url}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -23,7 +23,7 @@ import numpy as np
 
 from polar.engines.tools import flatten_parts, flatten_request
 from polar.export.base import ExportNeed, SessionItem, SessionLines, trace_token_ids
-from polar.export.messages import ConversationCall, conversation_calls
+from polar.export.messages import ConversationCall, index_conversation_calls
 from polar.plugins import load
 from polar.records.spans import ExcludedSpan
 from polar.records.trajectory import Ids, SessionPaths, TokenPath, Trace, Trajectory
@@ -96,10 +96,10 @@ def replay_session(item: SessionItem, model: ModelCodec, left_out: Counter[str])
     """The calls that go out, as this model's; `left_out` counts those that can't be."""
     replay = _SessionReplay(model)
     paths = []
-    for one in sorted(conversation_calls(item).values(), key=lambda one: one.exchange.seq):
+    for one in sorted(index_conversation_calls(item).values(), key=lambda one: one.exchange.seq):
         if one.role not in item.roles or one.exchange.status != "complete" or one.exchange.reply is None:
             continue
-        if (why := _unrenderable_reason(one.call.request)) is not None:
+        if (why := _explain_unrenderable(one.call.request)) is not None:
             left_out[why] += 1
             continue
         try:
@@ -127,7 +127,7 @@ class _SessionReplay:
         model, exchange = self._model, one.exchange
         request = flatten_request(one.call.request)
         assert exchange.reply is not None
-        parts = [_without_written_id(part) for part in flatten_parts(exchange.reply.parts)]
+        parts = [_drop_written_id(part) for part in flatten_parts(exchange.reply.parts)]
         plan = model.plan(request, self._history, lambda *_: None)
         turn = model.encode_turn(request, parts, self._history)
         if turn is None:
@@ -160,12 +160,12 @@ class _SessionReplay:
         )
 
 
-def _without_written_id(part: Part) -> Part:
+def _drop_written_id(part: Part) -> Part:
     """Without the name that the teacher wrote for a call: each family has its own."""
     return msgspec.structs.replace(part, written=None) if isinstance(part, ToolCall) else part
 
 
-def _unrenderable_reason(request: Request) -> str | None:
+def _explain_unrenderable(request: Request) -> str | None:
     if request.prompt is not None:
         return "call of the completions API"
     shown = [

@@ -17,9 +17,9 @@ from polar.export.base import (
     ExportNeed,
     SessionItem,
     TraceLines,
+    list_token_rewards,
     pad_over_prompt,
     require_logprobs,
-    reward_per_token,
     trace_metadata,
     trace_token_ids,
 )
@@ -45,7 +45,7 @@ class TinkerExporter(TraceLines):
                 pad_over_prompt(trace, require_logprobs(trace.logprobs), fill=0.0)[1:], "float32"
             ),
         }
-        if (advantages := reward_per_token(trace)) is not None:
+        if (advantages := list_token_rewards(trace)) is not None:
             inputs["advantages"] = _tensor_to_dict(advantages[1:], "float32")
         return {
             "model_input": {"chunks": [{"type": "encoded_text", "tokens": ids[:-1].tolist()}]},

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polar.export.base import ExportNeed, SessionItem, TraceLines, logprobs_as_list, trace_metadata
+from polar.export.base import ExportNeed, SessionItem, TraceLines, list_logprobs, trace_metadata
 from polar.records.trajectory import Trace
 
 
@@ -28,7 +28,7 @@ class TrlExporter(TraceLines):
         return {
             "prompt_ids": trace.prompt_ids.tolist(),
             "completion_ids": trace.response_ids.tolist(),
-            "logprobs": logprobs_as_list(trace),
+            "logprobs": list_logprobs(trace),
             "env_mask": trace.loss_mask.tolist(),
             **trace_metadata(item, index, trace),
         }

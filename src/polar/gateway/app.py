@@ -137,7 +137,7 @@ class Gateway:
             log.exception("%s failed", request_line)
             if request.writer.output_size:
                 raise  # the answer has begun: nothing fits behind it, and the connection is cut
-            return _error_response(
+            return _make_error_response(
                 match.dialect, ApiError("internal", "Polar's gateway failed on this request; its log says why.")
             )
 
@@ -145,17 +145,17 @@ class Gateway:
         key = path_key or auth.find_key(request.headers, request.query)
         session = await self._sessions.find_by_key(key) if key else None
         if session is None:
-            raise _unknown_key_error()
+            raise _make_unknown_key_error()
         if match.operation in ("list_models", "get_model"):
             return self._encode_models(match, session)
-        limit = self._settings.max_body or self.prompt_renderer.body_limit(self._pools.get_pool(session.run))
+        limit = self._settings.max_body or self.prompt_renderer.compute_body_limit(self._pools.get_pool(session.run))
         call = await self._read_call(match, session, request, await read_body(request, limit))
         if match.operation == "count_tokens":
             tokens = await self.prompt_renderer.count_tokens(session, call)
             if tokens is None:
                 pool = self._pools.get_pool(session.run)
                 tokens = await pool.count_tokens(call.request, session.group, session.replica)
-            return _json_response(match.dialect.encode_count(tokens))
+            return _make_json_response(match.dialect.encode_count(tokens))
         return await self._generate(request, session, call)
 
     @property
@@ -178,7 +178,7 @@ class Gateway:
 
     def _encode_http_error(self, path: str, error: ApiError) -> web.Response:
         """An error of a request that could not be parsed: its path is all that is known of it."""
-        return _error_response(self._guess_dialect(auth.split_path(path)[1], {}), error)
+        return _make_error_response(self._guess_dialect(auth.split_path(path)[1], {}), error)
 
     def _route(self, method: str, path: str, request: web.BaseRequest) -> RouteMatch:
         matches = []
@@ -242,13 +242,13 @@ class Gateway:
         replicas = self._pools.get_pool(session.run).replicas
         served = {name for replica in replicas for name in replica.engine.capabilities.models}
         listed = [*session.models, *sorted(served - set(session.models))]
-        return _json_response(match.dialect.encode_models(listed, match.params.get("model")))
+        return _make_json_response(match.dialect.encode_models(listed, match.params.get("model")))
 
     async def _generate(self, request: web.BaseRequest, session: OpenSession, call: HarnessCall) -> web.StreamResponse:
         if self._stopping:
             raise ApiError("overloaded", "Polar is being stopped.")
         if session.ended:  # while the request was being read
-            raise _unknown_key_error()
+            raise _make_unknown_key_error()
         generation = self.generations.attach_retry(session, call)
         if generation is None:
             sampling = call.request.sampling
@@ -415,11 +415,11 @@ async def _start_response(request: web.BaseRequest, content_type: str) -> web.St
     return response
 
 
-def _unknown_key_error() -> ApiError:
+def _make_unknown_key_error() -> ApiError:
     return ApiError("authentication", "The API key is unknown, or its session has ended.")
 
 
-def _json_response(body: bytes) -> web.Response:
+def _make_json_response(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
@@ -428,9 +428,9 @@ def _report_error(dialect: Dialect, error: ApiError, request_line: str) -> web.R
     anybody can send as often as they like."""
     if error.kind != "authentication":
         log.warning("%s got an error (%s): %s", request_line, error.kind, error)
-    return _error_response(dialect, error)
+    return _make_error_response(dialect, error)
 
 
-def _error_response(dialect: Dialect, error: ApiError) -> web.Response:
+def _make_error_response(dialect: Dialect, error: ApiError) -> web.Response:
     shaped = dialect.encode_error(error)
     return web.Response(body=shaped.body, status=shaped.status, headers=shaped.headers)

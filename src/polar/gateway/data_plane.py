@@ -125,7 +125,7 @@ class DataPlane:
     async def load_policy_versions(self) -> dict[str, int]:
         """The version that each engine holds, by address, as far as it is known. An engine that was launched with this
         process holds what it began with, whatever was at its address before."""
-        return await self.store.policy_versions() | self.pool.launched_versions
+        return await self.store.read_policy_versions() | self.pool.launched_versions
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -279,7 +279,7 @@ class Generation:
             self.error = ApiError("timeout", "The call was given up, because nobody waited for its reply any more.")
         except Exception:
             log.exception("exchange %s failed while it was sampled", record.exchange_id)
-            self.error = _internal_error()
+            self.error = _make_internal_error()
         finally:
             self._stop_metering()
             self._is_sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
@@ -305,7 +305,7 @@ class Generation:
             meter.recording_error = str(self.error)
         except Exception:
             log.exception("exchange %s could not be recorded", record.exchange_id)
-            self.error = _internal_error()
+            self.error = _make_internal_error()
             meter.recording_error = str(self.error)
         finally:
             self._registry.remove_running(self)
@@ -370,7 +370,7 @@ class Generation:
             delivered,
             str(self.error) if self.error else None,
             engine=replica.engine if replica else None,
-            versions=self._observer.version_spans(),
+            versions=self._observer.build_version_spans(),
             first_token_at=self._first_token_at,
             ended_at=time.time(),
             wants_logprobs=context.wants_logprobs,
@@ -411,5 +411,5 @@ class Generation:
             log.error("exchange %s stays recorded as delivered otherwise: %s", self.record.exchange_id, error)
 
 
-def _internal_error() -> ApiError:
+def _make_internal_error() -> ApiError:
     return ApiError("internal", "Polar's gateway failed on this call; its log says why.")

@@ -99,7 +99,7 @@ def is_loopback(host: str) -> bool:
 async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
     """All of it; refused as soon as it turns out to be larger than `max_bytes`."""
     if (request.content_length or 0) > max_bytes:
-        raise _too_large_error(max_bytes)
+        raise _make_too_large_error(max_bytes)
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # this was no part of the answer yet
@@ -113,7 +113,7 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
                 size += len(piece)
                 idle_timeout.reschedule(min(now(), begun + size / MIN_UPLOAD_BYTES_PER_SECOND) + IDLE_TIMEOUT_SECONDS)
                 if size > max_bytes:
-                    raise _too_large_error(max_bytes)
+                    raise _make_too_large_error(max_bytes)
                 pieces.append(piece)
     except (HttpProcessingError, web.RequestPayloadError) as error:
         raise ApiError("invalid_request", f"The request body can't be read: {error}.") from error
@@ -137,13 +137,13 @@ def _decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
     except zlib.error as error:
         raise ApiError("invalid_request", f"The body is not what its encoding {encoding!r} says: {error}.") from error
     if len(unpacked) > max_bytes:
-        raise _too_large_error(max_bytes)
+        raise _make_too_large_error(max_bytes)
     if not unpacker.eof:
         raise ApiError("invalid_request", f"The body's {encoding} data is cut short.")
     return unpacked
 
 
-def _too_large_error(max_bytes: int) -> ApiError:
+def _make_too_large_error(max_bytes: int) -> ApiError:
     return ApiError(
         "too_large", f"The request body is larger than {max_bytes} bytes, the limit here ([gateway] max_body)."
     )

@@ -39,7 +39,7 @@ class Clock:
     def is_running(self) -> bool:
         return self._since is not None
 
-    def elapsed(self) -> float:
+    def get_elapsed_seconds(self) -> float:
         running = 0.0 if self._since is None else time.monotonic() - self._since
         return self._counted + running
 
@@ -159,12 +159,12 @@ class Meter:
 
     async def wait_for_timeout(self, seconds: float) -> None:
         """Until the session's clock has counted so many seconds."""
-        while (left := seconds - self.clock.elapsed()) > 0:  # noqa: ASYNC110 (the clock may stand still meanwhile)
+        while (left := seconds - self.clock.get_elapsed_seconds()) > 0:  # noqa: ASYNC110 (the clock may stand still meanwhile)
             await asyncio.sleep(max(left, _MIN_POLL_SECONDS))
 
     async def wait_until_used_up(self, seconds: float) -> UsedUpLimit:
         """Until the session has used up its turns or tokens, or so many seconds."""
-        while (left := seconds - self.clock.elapsed()) > 0:
+        while (left := seconds - self.clock.get_elapsed_seconds()) > 0:
             try:
                 async with asyncio.timeout(max(left, _MIN_POLL_SECONDS)):
                     await self._limit_reached.wait()

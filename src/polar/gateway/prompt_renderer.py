@@ -28,7 +28,7 @@ from polar.gateway.call import HarnessCall, PreparedPrompt
 from polar.gateway.session_registry import OpenSession
 from polar.records.exchange import Continuation, Exchange, TokenIds
 from polar.rendering.continuation import RecordedPrefix, RecordedTurn, TurnHistory
-from polar.rendering.encoder import NewTextLimitExceeded, new_text_limit
+from polar.rendering.encoder import NewTextLimitExceeded, limit_new_text
 from polar.rendering.families import ReplyParser
 from polar.rendering.model_codec import ModelCodec, is_renderable
 from polar.rendering.model_registry import LoadedModel, ModelRegistry
@@ -91,9 +91,9 @@ class PromptRenderer:
     async def close(self) -> None:
         await self.models.close()
 
-    def body_limit(self, pool: EnginePool) -> int:
+    def compute_body_limit(self, pool: EnginePool) -> int:
         """Bytes that a request may have: the most text that the model's context can hold, and something beside it."""
-        context_length = _context_length(pool)
+        context_length = _find_context_length(pool)
         folder, settings = pool.model.tokenizer_folder, pool.model.settings
         model = folder and self.models.get(folder, settings.continuation, settings.template_kwargs)
         if not model or context_length is None:
@@ -114,15 +114,15 @@ class PromptRenderer:
         if loaded is None:
             return None, None
         model = loaded.codec
-        context_length = _context_length(pool)
-        look = partial(_prepare, call, model, context_length)
+        context_length = _find_context_length(pool)
+        look = partial(_prepare_request, call, model, context_length)
         request = await asyncio.to_thread(look) if len(call.request.messages) > _EVENT_LOOP_MESSAGES else look()
         if request is None:
             return None, None
         history = await self.load_history(session)
         partial_turns = await self._load_partial_turns(session, history)
         try:
-            made = await self._make_prompt(session, call, loaded, request, history, partial_turns, context_length)
+            made = await self._render_prompt(session, call, loaded, request, history, partial_turns, context_length)
         except TemplateError as error:
             raise ApiError("invalid_request", str(error)) from error
         except ContextExceeded as error:
@@ -146,7 +146,7 @@ class PromptRenderer:
             parent = None if sampled is None else exchange_id
         return model, PreparedPrompt(prompt, request, made.prompt_end, continuation, parent, made.reason, made.mark)
 
-    async def _make_prompt(
+    async def _render_prompt(
         self,
         session: OpenSession,
         call: HarnessCall,
@@ -157,7 +157,7 @@ class PromptRenderer:
         context_length: int | None,
     ) -> RenderedPrompt:
         def make() -> RenderedPrompt:
-            with new_text_limit(2 * _IN_PROCESS_NEW_TEXT_BYTES):  # it is guarded, and then encoded
+            with limit_new_text(2 * _IN_PROCESS_NEW_TEXT_BYTES):  # it is guarded, and then encoded
                 return make_prompt(model.codec, request, history, partial_turns, context_length)
 
         if len(call.body) <= _IN_PROCESS_BODY_BYTES:
@@ -202,7 +202,7 @@ class PromptRenderer:
             return history
         history = TurnHistory()
         if session.resumed:
-            async for exchange in self._store.exchanges(session.session_id):
+            async for exchange in self._store.read_exchanges(session.session_id):
                 _add_to_history(history, exchange)
         if session.ended:  # meanwhile: nothing is kept of it
             return history
@@ -258,7 +258,7 @@ class PromptRenderer:
     async def _load_ids(self, session: OpenSession, known: RecordedTurn) -> _ExchangeIds:
         held = self._id_cache.get(known.exchange_id)
         if held is None:
-            ids = await self._store.context_ids(session.session_id, known.seq)
+            ids = await self._store.read_context_ids(session.session_id, known.seq)
             held = _ExchangeIds(ids, await _encode_ids(ids[: known.prompt_tokens]))
             self._cache_ids(session, known.exchange_id, held)
         return held
@@ -278,14 +278,14 @@ class PromptRenderer:
         return TokenPrompt(ids, b",".join(filter(None, (text, behind))))
 
 
-def _context_length(pool: EnginePool) -> int | None:
+def _find_context_length(pool: EnginePool) -> int | None:
     """Of the replica with the longest one; None where one does not tell."""
     lengths = [replica.engine.capabilities.context_length for replica in pool.replicas]
     known = [length for length in lengths if length is not None]
     return max(known) if known and len(known) == len(lengths) else None
 
 
-def _prepare(call: HarnessCall, model: ModelCodec, context_length: int | None) -> Request | None:
+def _prepare_request(call: HarnessCall, model: ModelCodec, context_length: int | None) -> Request | None:
     """The request with plain function tools; None where only the engine can render it. Raises ApiError where it can't
     fit the context."""
     if context_length is not None and not _can_fit(call, model, context_length):
@@ -386,7 +386,7 @@ class StopStringFilter:
         for event in events:
             if isinstance(event, TextDelta):
                 self._held += event.text
-                sure = len(self._held) - self._undecided_length()
+                sure = len(self._held) - self._count_undecided_characters()
                 if sure:
                     out.append(TextDelta(self._held[:sure]))
                     self._held = self._held[sure:]
@@ -405,7 +405,7 @@ class StopStringFilter:
         held, self._held = self._held, ""
         return [TextDelta(held)] if held else []
 
-    def _undecided_length(self) -> int:
+    def _count_undecided_characters(self) -> int:
         """How many characters at the end may belong to a stop string: whole ones, too, since the engine says which it
         was."""
         first = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]

@@ -29,7 +29,7 @@ class ReplicaObserver:
             replica.version, trusts_engine=replica.engine.capabilities.reports_weight_version
         )
         if replica.weights_lost:
-            self._versions.change(replica.version, 0, boundary_known=False)
+            self._versions.record_change(replica.version, 0, boundary_known=False)
 
     def mark_begun(self) -> None:
         """The engine has begun with the call."""
@@ -46,11 +46,13 @@ class ReplicaObserver:
         Nor where nothing has come yet: an engine that replies whole may have sampled much."""
         record = self.record
         boundary_known = frozen and bool(record.sampled)
-        self._versions.change(version, len(record.sampled), record.reported_versions, boundary_known=boundary_known)
+        self._versions.record_change(
+            version, len(record.sampled), record.reported_versions, boundary_known=boundary_known
+        )
 
-    def version_spans(self) -> list[VersionSpan]:
+    def build_version_spans(self) -> list[VersionSpan]:
         """The versions of the tokens so far; empty where unknown."""
-        return self._versions.spans(len(self.record.sampled), self.record.reported_versions)
+        return self._versions.build_spans(len(self.record.sampled), self.record.reported_versions)
 
 
 class VersionTracker:
@@ -68,15 +70,15 @@ class VersionTracker:
         self._start = 0
         self._boundaries_known = True
 
-    def change(
+    def record_change(
         self, version: int, sampled: int, reported: list[VersionSpan] | None = None, *, boundary_known: bool
     ) -> None:
         """Tokens after the first `sampled` ones are of this version. `reported` are the engine's labels so far."""
         self._boundaries_known = self._boundaries_known and boundary_known
-        self._spans = self.spans(sampled, reported)
+        self._spans = self.build_spans(sampled, reported)
         self._version, self._start = version, sampled
 
-    def spans(self, sampled: int, reported: list[VersionSpan] | None) -> list[VersionSpan]:
+    def build_spans(self, sampled: int, reported: list[VersionSpan] | None) -> list[VersionSpan]:
         """The versions of the first `sampled` tokens; empty where unknown."""
         if self._trusts_engine:
             return reported or []

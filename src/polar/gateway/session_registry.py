@@ -115,10 +115,10 @@ class SessionRegistry:
             open_session = self._sessions_by_key_hash.get(hashed)  # another call may have got here first
             if open_session is not None:
                 return open_session
-            session = await self._store.session_by_key(hashed)
+            session = await self._store.find_session_by_key(hashed)
             if session is None or session.status != "open":
                 return None
-            opened = OpenSession(session, await self._store.next_seq(session.session_id))
+            opened = OpenSession(session, await self._store.read_next_seq(session.session_id))
             self._register(session, opened)
             return opened
 
@@ -134,7 +134,7 @@ class SessionRegistry:
         """Ends a session: its key stops working, and its calls are ended by who listens (`add_end_listener`)."""
         hashed = self._key_hashes.get(session_id)
         if hashed is None:
-            session = await self._store.session(session_id)
+            session = await self._store.find_session(session_id)
             if session is None:
                 return None
             hashed = session.key_hash

@@ -42,7 +42,7 @@ def exchange_to_dict(record: Exchange, label: CallLabel) -> dict[str, Any]:
         "role": label.role,
         "status": record.status,
         "error": record.error,
-        "request": record.request_body(),
+        "request": record.build_request_body(),
         "params": record.params,
         "hints": record.hints,
         "reply": _encode_reply(record),
@@ -52,7 +52,7 @@ def exchange_to_dict(record: Exchange, label: CallLabel) -> dict[str, Any]:
         "logprob_kind": record.logprob_kind,
         "delivered": record.delivered,
         "sampling": record.sampling,
-        "policy_versions": _versions_by_token(record),
+        "policy_versions": _expand_versions(record),
         "mixed_kv": len({span.version for span in record.versions}) > 1,  # context computed under older weights
         "routed_experts": record.routed_experts,
         "finish_reason": record.finish_reason,
@@ -73,7 +73,7 @@ def _to_list(values: Any) -> list[Any] | None:
     return None if values is None else values.tolist()
 
 
-def _versions_by_token(record: Exchange) -> list[int] | None:
+def _expand_versions(record: Exchange) -> list[int] | None:
     if record.sampled_ids is None or not record.versions:
         return None
     return [span.version for span in record.versions for _ in range(span.stop - span.start)]

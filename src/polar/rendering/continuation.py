@@ -254,7 +254,7 @@ class PromptPlanner:
             end = reading.tail_starts[turns - 1]
             return None if end is None else reading.skeleton.text[end:]
         mixed = self._read_partly_marked(conversation, turns)
-        return None if mixed is None else _text_if_unchanged(reading, mixed, mixed.tail_starts[turns - 1])
+        return None if mixed is None else _cut_unchanged_text(reading, mixed, mixed.tail_starts[turns - 1])
 
     def _continue_prompt(
         self, conversation: Conversation, reading: "_MarkedConversation", turns: int, known: RecordedTurn
@@ -270,7 +270,7 @@ class PromptPlanner:
         controls = [found.span() for found in self._encoder.find_controls(opening)]
         text = mixed.skeleton.text
         seam = max((first for first, end in controls if text.startswith(opening[:end], start)), default=None)
-        rest = None if seam is None else _text_if_unchanged(reading, mixed, start + seam)
+        rest = None if seam is None else _cut_unchanged_text(reading, mixed, start + seam)
         if rest is None:
             return None
         return RecordedPrefix(known, None, len(self._encoder.encode(opening[seam:], first=False))), rest
@@ -310,7 +310,7 @@ class _MarkedConversation:
         length = 0  # of the contexts before it
         turns = conversation.turns[:marked]
         for turn, place, (preceding, following) in zip(
-            turns, skeleton.turn_spans, _neighbor_roles(conversation), strict=False
+            turns, skeleton.turn_spans, _list_neighbor_roles(conversation), strict=False
         ):
             says = digest_turn(turn.parts)
             echo = EchoedTurn(find_named_exchange(turn.parts), says, _keep_shown(says, place))
@@ -323,20 +323,22 @@ class _MarkedConversation:
                 end, openings = self._find_boundaries(turn, place, preceding, following)
                 context = skeleton.text[start : place.start]
                 opening = max((each for each in openings if context.endswith(each)), key=len, default=None)
-                contexts.append(_stabilize(context.removesuffix(opening or "")))
+                contexts.append(_replace_breaks(context.removesuffix(opening or "")))
                 self._context_starts.append(start)
                 self._context_lengths.append(length + len(contexts[-1]))
                 length += len(contexts[-1]) + len(TURN_PLACEHOLDER)
                 start = end
             else:
                 # Nothing of the turn is shown: it stands somewhere in the context that is open.
-                self._context_lengths.append(None if start is None else length + len(_stabilize(skeleton.text[start:])))
+                self._context_lengths.append(
+                    None if start is None else length + len(_replace_breaks(skeleton.text[start:]))
+                )
             self.tail_starts.append(end)
             self._openings.append(opening)
         self._last_digest_chain = chain.hex()
         self._is_complete = start is not None
         self._context_starts.append(start or 0)
-        contexts.append(_stabilize(skeleton.text[start or 0 :]))
+        contexts.append(_replace_breaks(skeleton.text[start or 0 :]))
         self._contexts = contexts
         self._context = TURN_PLACEHOLDER.join(contexts)
 
@@ -393,7 +395,7 @@ class _MarkedConversation:
         return end, openings | self._seams.list_openings(seam, turn)
 
 
-def _text_if_unchanged(reading: _MarkedConversation, mixed: _MarkedConversation, start: int | None) -> str | None:
+def _cut_unchanged_text(reading: _MarkedConversation, mixed: _MarkedConversation, start: int | None) -> str | None:
     """The text from there on, where showing the turns in it has not changed anything before."""
     text = mixed.skeleton.text
     return text[start:] if start is not None and reading.skeleton.text.startswith(text[:start]) else None
@@ -439,14 +441,14 @@ def _explain_difference(echo: EchoedTurn, known: RecordedTurn) -> BranchReason:
     return "not_proved"
 
 
-def _neighbor_roles(conversation: Conversation) -> list[tuple[str | None, str | None]]:
+def _list_neighbor_roles(conversation: Conversation) -> list[tuple[str | None, str | None]]:
     """For each turn, the roles of the messages before and behind it."""
     roles = [item.message["role"] if isinstance(item, ContextMessage) else "assistant" for item in conversation.items]
     around = zip([None, *roles], [*roles[1:], None], strict=False)
     return [pair for pair, item in zip(around, conversation.items, strict=False) if isinstance(item, ModelTurn)]
 
 
-def _stabilize(text: str) -> str:
+def _replace_breaks(text: str) -> str:
     """The mark within broken spellings is random; digests must outlive the process."""
     return text.replace(SPELLING_BREAK, BREAK_PLACEHOLDER)
 

@@ -8,7 +8,7 @@ joined to one text must be guarded as one text: two halves of a spelling are har
     content -> guard -> template -> rendered text -> split at control tokens -> ids
 
 Invariant: for content without such spellings the ids are those of the tokenizer itself. A span is encoded once and
-remembered, so a conversation costs only what is new in it. `new_text_limit` bounds how much new text a block of code
+remembered, so a conversation costs only what is new in it. `limit_new_text` bounds how much new text a block of code
 may guard and encode, for callers that must not be kept busy.
 """
 
@@ -73,7 +73,7 @@ _allowance: ContextVar[_Allowance | None] = ContextVar("new_text_allowance", def
 
 
 @contextmanager
-def new_text_limit(size: int) -> Iterator[None]:
+def limit_new_text(size: int) -> Iterator[None]:
     """Within, guarding and encoding raises NewTextLimitExceeded once more than `size` bytes of text had to be
     processed anew. Text that is both guarded and encoded counts twice."""
     token = _allowance.set(_Allowance(size))
@@ -97,12 +97,12 @@ def count_utf8_bytes(text: str) -> int:
 
 class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
-        plain = _plain_text_encoder(tokenizer)
+        plain = _build_plain_text_encoder(tokenizer)
         self._plain, self._anchor = plain.backend, plain.anchor
         self.text_bound = plain.text_bound
         self.fingerprint = plain.fingerprint
         """Of the tokenizer: ids mean something only with the one that they are from."""
-        self.control_tokens = _control_tokens(tokenizer)
+        self.control_tokens = _collect_control_tokens(tokenizer)
         """Ids of the control tokens by their text."""
         self._pattern = re.compile(_build_pattern(self.control_tokens))
         self._splitter = re.compile(f"({self._pattern.pattern})")
@@ -219,7 +219,7 @@ class PromptEncoder:
         return not set(ids.tolist()).isdisjoint(self.control_tokens.values())
 
 
-def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+def _collect_control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Special tokens, and added ones that the template writes (`<think>`, `<tool_call>`). Others, such as runs of
     spaces and single characters, are ways to write text."""
     source = tokenizer.template_source
@@ -268,8 +268,8 @@ class TextBound:
 
     def __init__(self, data: dict[str, Any]) -> None:
         strips = any(token["lstrip"] or token["rstrip"] for token in data["added_tokens"])
-        covers = _covers_all(data) and not strips
-        self.bytes_per_token = _longest_entry(data) if covers else None
+        covers = _covers_all_bytes(data) and not strips
+        self.bytes_per_token = _measure_longest_entry(data) if covers else None
         """None where a token may stand for any amount of text."""
 
     def can_fit(self, texts: list[str], tokens: int) -> bool:
@@ -279,20 +279,20 @@ class TextBound:
         most = tokens * self.bytes_per_token
         size = 0
         for text in texts:
-            size += len(text) if text.isascii() else _least_bytes(text)
+            size += len(text) if text.isascii() else _count_min_bytes(text)
             if size > most:
                 return False
         return True
 
 
-def _least_bytes(text: str) -> int:
+def _count_min_bytes(text: str) -> int:
     """Bytes of a text that are certainly left when it has been normalised."""
     total = len(text.encode("utf-8", "replace"))
     ascii_bytes = len(text.encode("ascii", "ignore"))
     return ascii_bytes + (total - ascii_bytes) // NFC_SHRINKAGE
 
 
-def _longest_entry(data: dict[str, Any]) -> int:
+def _measure_longest_entry(data: dict[str, Any]) -> int:
     """In bytes of text. A byte-level vocabulary writes each byte as one character; other ones write text."""
     by_bytes = _is_byte_level(data)
     entries = (len(entry) if by_bytes else len(entry.encode()) for entry in data["model"]["vocab"])
@@ -300,7 +300,7 @@ def _longest_entry(data: dict[str, Any]) -> int:
     return max((*entries, *added), default=1)
 
 
-def _covers_all(data: dict[str, Any]) -> bool:
+def _covers_all_bytes(data: dict[str, Any]) -> bool:
     model = data["model"]
     return (
         model["type"] == "BPE"
@@ -353,11 +353,11 @@ class _PlainTextEncoder(NamedTuple):
 
 
 @lru_cache(8)
-def _plain_text_encoder(tokenizer: Tokenizer) -> _PlainTextEncoder:
+def _build_plain_text_encoder(tokenizer: Tokenizer) -> _PlainTextEncoder:
     """Takes up to two seconds, for a large vocabulary."""
     definition = tokenizer.backend.to_str().encode()
     data = msgspec.json.decode(definition)
-    control = _control_tokens(tokenizer)
+    control = _collect_control_tokens(tokenizer)
     kept = [token for token in data["added_tokens"] if token["content"] not in control]
     plain = tokenizers.Tokenizer.from_buffer(msgspec.json.encode({**data, "added_tokens": [], "post_processor": None}))
     if _would_keep_ids(plain, kept):  # better no such tokens than ones with other ids

@@ -339,7 +339,7 @@ def _apply_fallbacks(conversation: Conversation, traits: TemplateTraits) -> Conv
     items = list(conversation.items)
     tools = conversation.tools
     if not traits.supports_tools:
-        items, tools = _spell_out_tools(items, tools), None
+        items, tools = _describe_tools_as_text(items, tools), None
     messages: list[Item] = []
     for item in items:
         before = messages[-1] if messages else None
@@ -376,12 +376,12 @@ def _merge_turns(first: ModelTurn, second: ModelTurn) -> ModelTurn:
     )
 
 
-def _spell_out_tools(items: list[Item], tools: list[ToolSpec] | None) -> list[Item]:
+def _describe_tools_as_text(items: list[Item], tools: list[ToolSpec] | None) -> list[Item]:
     """Tools for a template that knows none: told in the system message, called and answered in tagged text."""
     spelled: list[Item] = []
     for item in items:
         if isinstance(item, ModelTurn) and item.calls:
-            calls = "".join(f"\n<tool_call>\n{_call_text(call)}\n</tool_call>" for call in item.calls)
+            calls = "".join(f"\n<tool_call>\n{_format_call(call)}\n</tool_call>" for call in item.calls)
             spelled.append(ModelTurn(item.reasoning, (item.text + calls).lstrip("\n"), [], item.parts))
         elif isinstance(item, ContextMessage) and item.message["role"] == "tool":
             content = f"<tool_response>\n{item.message['content']}\n</tool_response>"
@@ -407,7 +407,7 @@ def _spell_out_tools(items: list[Item], tools: list[ToolSpec] | None) -> list[It
     return spelled
 
 
-def _call_text(call: ToolCall) -> str:
+def _format_call(call: ToolCall) -> str:
     arguments = call.arguments or "{}"
     try:
         msgspec.json.decode(arguments)

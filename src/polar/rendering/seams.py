@@ -87,7 +87,7 @@ class SeamProver:
     ) -> Seam | None:
         """Behind a turn whose last visible piece is `last`, before a message of role `following`, or (None) before the
         generation prompt; None where it isn't proved."""
-        key = (last, calls, following, *_variant_key(conversation))
+        key = (last, calls, following, *_make_variant_key(conversation))
         with contextlib.suppress(KeyError):
             return self._seam_cache[key]
         samples = _select_shapes(self._get_shapes(following, conversation), last, calls)
@@ -126,7 +126,7 @@ class SeamProver:
         )
 
     def find_opening_after(self, role: str, conversation: Conversation) -> str | None:
-        key = (role, *_variant_key(conversation))
+        key = (role, *_make_variant_key(conversation))
         with contextlib.suppress(KeyError):
             return self._openings[key]
         opening = self._openings[key] = self._render_opening(role, conversation)
@@ -139,7 +139,7 @@ class SeamProver:
         if role == "tool":
             items.append(ModelTurn("", "", self._calls[:1]))
         if role not in ("user", "assistant"):
-            items.append(ContextMessage(self._message(role)))
+            items.append(ContextMessage(self._make_message(role)))
         plain = self._try_render(items, conversation, generation_prompt=False)
         opened = self._try_render(items, conversation)
         if plain is None or opened is None or not opened.startswith(plain):
@@ -147,7 +147,7 @@ class SeamProver:
         return opened[len(plain) :]
 
     def _get_shapes(self, following: str | None, conversation: Conversation) -> list[_RenderedShape]:
-        key = (following, *_variant_key(conversation))
+        key = (following, *_make_variant_key(conversation))
         with contextlib.suppress(KeyError):
             return self._shape_cache[key]
         samples = self._shape_cache[key] = self._render_shapes(following, conversation)
@@ -175,7 +175,7 @@ class SeamProver:
             return None
         context = self._try_render([_USER], conversation, generation_prompt=False)
         ended = self._try_render([_USER, turn], conversation, generation_prompt=False)
-        after: list[Item] = [] if following is None else [ContextMessage(self._message(following))]
+        after: list[Item] = [] if following is None else [ContextMessage(self._make_message(following))]
         text = self._try_render([_USER, turn, *after], conversation)
         if ended is None or text is None:
             return None
@@ -183,7 +183,7 @@ class SeamProver:
         before, place = alone.turn_spans[0], between.turn_spans[0]
         if before is None or place is None:
             return None
-        closing = self._closing(ended, before.stop, terminated)
+        closing = self._find_closing(ended, before.stop, terminated)
         tail_start = place.stop + len(closing)
         if (
             not (alone.is_ordered and between.is_ordered)
@@ -196,7 +196,7 @@ class SeamProver:
         seen = (place.last_piece, place.shows_thinking, place.shows_text, place.shows_calls)
         return _RenderedShape(bool(turn.calls), seen, closing, text[tail_start:], opening)
 
-    def _closing(self, ended: str, start: int, terminated: bool) -> str:
+    def _find_closing(self, ended: str, start: int, terminated: bool) -> str:
         """Of a conversation that ends with a turn: what closes the turn, up to its end token (the last control token
         there is: markup that closes a call comes before it)."""
         controls = list(self._encoder.find_controls(ended, start)) if terminated else []
@@ -216,7 +216,7 @@ class SeamProver:
         tools = like.tools[:1] if like.tools is not None else None
         return self._renderer.try_render(Conversation(items, tools, like.kwargs), generation_prompt=generation_prompt)
 
-    def _message(self, role: str) -> ChatMessage:
+    def _make_message(self, role: str) -> ChatMessage:
         if role == "tool":
             return {"role": "tool", "content": _PROBE_MESSAGE, "tool_call_id": self._calls[0].id, "name": _PROBE_NAME}
         return {"role": role, "content": _PROBE_MESSAGE}
@@ -227,17 +227,17 @@ _USER = ContextMessage({"role": "user", "content": "q"})
 
 def _select_shapes(samples: list[_RenderedShape], last: PieceKind, calls: bool) -> list[_RenderedShape]:
     """Those that count for turns of one kind: all if they agree, else those of the kind if these do, else none."""
-    if _tails_agree(samples):
+    if _have_one_tail(samples):
         return samples
     samples = [s for s in samples if s.has_calls == calls and (s.place is None or s.place[0] == last)]
-    return samples if _tails_agree(samples) else []
+    return samples if _have_one_tail(samples) else []
 
 
-def _tails_agree(samples: list[_RenderedShape]) -> bool:
+def _have_one_tail(samples: list[_RenderedShape]) -> bool:
     return all(sample.place is not None for sample in samples) and len({sample.tail for sample in samples}) == 1
 
 
-def _variant_key(conversation: Conversation) -> tuple[Any, ...]:
+def _make_variant_key(conversation: Conversation) -> tuple[Any, ...]:
     """What a rendering depends on besides the messages; which tools they are doesn't matter for a seam."""
     kwargs = conversation.kwargs
     return (conversation.tools is not None, json.dumps(kwargs, sort_keys=True) if kwargs else "")

@@ -58,7 +58,7 @@ class Renderer:
     def render(self, conversation: Conversation, *, generation_prompt: bool = True) -> str:
         """Raises TemplateError where the template refuses."""
         return self._template.render(
-            self._messages(conversation.items),
+            self._build_messages(conversation.items),
             conversation.tools,
             generation_prompt,
             map_arguments=self.traits.maps_arguments,
@@ -99,7 +99,7 @@ class Renderer:
             [ToolCall(call.id, call.name, arguments) for call in calls],
         )
 
-    def _messages(self, items: Sequence[Item]) -> list[ChatMessage]:
+    def _build_messages(self, items: Sequence[Item]) -> list[ChatMessage]:
         messages: list[ChatMessage] = []
         taken = 0  # results that stand with their calls already
         for index, item in enumerate(items):

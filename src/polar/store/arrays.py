@@ -33,7 +33,7 @@ def bytes_to_logprobs(data: bytes) -> Logprobs:
     return _from_bytes(data, _FLOAT32).astype(np.float32, copy=False)
 
 
-def shared_prefix_length(a: TokenIds, b: TokenIds) -> int:
+def count_shared_prefix(a: TokenIds, b: TokenIds) -> int:
     """How many leading ids are equal."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]

@@ -30,16 +30,16 @@ class Store(Protocol):
         """Takes back what an ended session earned: another one stands for the same sample."""
         ...
 
-    async def session(self, session_id: str) -> Session | None: ...
+    async def find_session(self, session_id: str) -> Session | None: ...
 
-    async def accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
+    async def find_accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
         """Of the sessions that were begun for some work of a task at a rollout server, the one whose end counts; None
         where there is none, or none yet."""
         ...
 
-    async def session_by_key(self, key_hash: bytes) -> Session | None: ...
+    async def find_session_by_key(self, key_hash: bytes) -> Session | None: ...
 
-    async def sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
+    async def list_sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
         """Newest first; `before` is the last session id of the page before."""
         ...
 
@@ -60,9 +60,9 @@ class Store(Protocol):
         """Which version of the policy each replica (by its URL) holds now. Durable on return."""
         ...
 
-    async def policy_versions(self) -> dict[str, int]: ...
+    async def read_policy_versions(self) -> dict[str, int]: ...
 
-    def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
+    def read_exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
         """In order of `seq`, with whole prompts and requests."""
         ...
 
@@ -80,15 +80,15 @@ class Store(Protocol):
         a copy may be is for the caller to say."""
         ...
 
-    async def context_ids(self, session_id: str, seq: int) -> TokenIds:
+    async def read_context_ids(self, session_id: str, seq: int) -> TokenIds:
         """An exchange's prompt and sampled ids, one after the other."""
         ...
 
-    async def usage_totals(self, session_id: str) -> UsageTotals:
+    async def read_usage_totals(self, session_id: str) -> UsageTotals:
         """What its calls used, of which nothing else is read."""
         ...
 
-    async def next_seq(self, session_id: str) -> int:
+    async def read_next_seq(self, session_id: str) -> int:
         """One more than the highest stored, 0 for none."""
         ...
 

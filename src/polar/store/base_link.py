@@ -32,23 +32,23 @@ def resolve_link(
     """The whole sequence of `link`. `held` has sequences that are at hand already, by `seq`."""
     need = link.shared
     if need < 0:
-        raise damaged_store_error("an exchange shares less than nothing with its base")
+        raise make_damaged_store_error("an exchange shares less than nothing with its base")
     whole = bytearray(need + len(link.own))
     whole[need:] = link.own
     base = link.base
     met: set[int | None] = set()
     while need:
         if base in met:
-            raise damaged_store_error("an exchange is stored against itself")
+            raise make_damaged_store_error("an exchange is stored against itself")
         met.add(base)
         if base is None:
-            raise damaged_store_error("an exchange shares more with its base than that has")
+            raise make_damaged_store_error("an exchange shares more with its base than that has")
         start, piece = 0, cached.get(base)
         if piece is None:
             base, start, piece = fetch(base)
         if start < need:
             if len(piece) < need - start:
-                raise damaged_store_error("an exchange shares more with its base than that has")
+                raise make_damaged_store_error("an exchange shares more with its base than that has")
             whole[start:need] = piece[: need - start]
             need = start
     return whole
@@ -58,7 +58,7 @@ def load_token_link(db: Connection, queries: Queries, session_id: str, seq: int)
     """Of an exchange's context."""
     row = db.execute(queries.token_link, {"session_id": session_id, "seq": seq}).fetchone()
     if row is None:
-        raise damaged_store_error(f"exchange {seq} of session {session_id} is missing")
+        raise make_damaged_store_error(f"exchange {seq} of session {session_id} is missing")
     base, shared, prompt, sampled = row
     return make_context_link(base, shared, prompt, sampled)
 
@@ -88,5 +88,5 @@ class DamagedStoreError(StoreError):
     """What is stored can't be read."""
 
 
-def damaged_store_error(what: str) -> DamagedStoreError:
+def make_damaged_store_error(what: str) -> DamagedStoreError:
     return DamagedStoreError(f"The store is damaged ({what}); restore it from a backup.")

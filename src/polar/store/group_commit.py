@@ -102,7 +102,7 @@ class GroupCommit:
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:
             if self._closed:
-                raise store_closed_error()
+                raise make_store_closed_error()
             self._queue.put(_Job(work, loop, future))
         return await future
 
@@ -223,5 +223,5 @@ def _resolve_in_loop(jobs: Sequence[_Job]) -> None:
         job.resolve_future()
 
 
-def store_closed_error() -> StoreError:
+def make_store_closed_error() -> StoreError:
     return StoreError("The store is closed; open it again before using it.")

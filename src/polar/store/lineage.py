@@ -55,7 +55,7 @@ class Digester:
             shared += 1
         digests = digests[:shared] + [compute_digest(item) for item in items[shared:]]
         kept = known[:shared] + [item.copy() for item in items[shared:]]  # a copy, since a Raw holds its whole request
-        self._items.put(conversation, (kept, digests), self._size(kept))
+        self._items.put(conversation, (kept, digests), self._count_bytes(kept))
         return digests
 
     def forget(self, conversation: Hashable) -> None:
@@ -67,7 +67,7 @@ class Digester:
         """Bytes held, about."""
         return self._items.size + self._fields.size
 
-    def _size(self, items: list[Raw]) -> int:
+    def _count_bytes(self, items: list[Raw]) -> int:
         return sum(memoryview(item).nbytes for item in items) + self._ITEM_OVERHEAD_BYTES * len(items)
 
     def digest_field(self, field: bytes) -> bytes:
@@ -153,7 +153,7 @@ class Lineage:
                 return self._entries[ends[bisect_left(ends, seq) - 1]].exchange_id
         return None
 
-    def fields(self, seq: int) -> bytes:
+    def get_fields(self, seq: int) -> bytes:
         return self._entries[seq].fields
 
     def add(
@@ -182,7 +182,7 @@ class Lineage:
             self._latest_seqs.append(-1)
         return found
 
-    def context_ids(self, seq: int) -> TokenIds | None:
+    def get_context(self, seq: int) -> TokenIds | None:
         """None where it is not held."""
         return self._contexts.get(seq)
 

@@ -124,7 +124,7 @@ class PostgresConnection:
     def _connect(self) -> "psycopg.Connection[Any]":
         connection = psycopg.connect(**self._address.parameters, autocommit=True)
         try:
-            _configure(connection)
+            _configure_session(connection)
             if self._is_transactional:
                 self._end_former_transaction(connection)
                 self._backend = connection.execute(_SELECT_BACKEND).fetchone()
@@ -157,7 +157,7 @@ class PostgresConnection:
             self._connection = None
 
 
-def _configure(connection: "psycopg.Connection[Any]") -> None:
+def _configure_session(connection: "psycopg.Connection[Any]") -> None:
     if connection.execute("SHOW synchronous_commit").fetchone() == ("off",):  # stricter settings stay
         connection.execute("SET synchronous_commit = on")
     for name, seconds in (
@@ -229,7 +229,7 @@ _CONNECTION_ADVICE = (
 )
 
 
-def ignored_failure_error() -> StoreError:
+def make_ignored_failure_error() -> StoreError:
     return StoreError("A transaction went on after one of its statements had failed; let such errors pass.")
 
 
@@ -238,7 +238,7 @@ def to_store_error(error: Exception, address: PostgresAddress) -> StoreError:
     if isinstance(error, StoreError):
         return error
     if isinstance(error, psycopg.errors.PipelineAborted):
-        return ignored_failure_error()
+        return make_ignored_failure_error()
     said = str(error).strip().partition("\n")[0]
     if not isinstance(error, psycopg.Error):
         return StoreError(f"{address.name}: a record is not what its type promises; correct the caller ({error!r}).")
@@ -309,7 +309,7 @@ class _PostgresWriter:
         self.recorder.flush_pieces()
         self._pipeline.sync()  # raises what any statement did; and from here on the server's patience with us runs
         if self.connection.driver.info.transaction_status == TransactionStatus.INERROR:  # a COMMIT would undo it all
-            raise ignored_failure_error()
+            raise make_ignored_failure_error()
         self.connection.driver.commit()
         self.recorder.on_commit()
 

@@ -20,10 +20,10 @@ from polar.store.base_link import (
     SHARES_ALL,
     BaseLink,
     DamagedStoreError,
-    damaged_store_error,
     load_context,
     load_token_link,
     make_context_link,
+    make_damaged_store_error,
     resolve_link,
     split_bytes,
 )
@@ -40,46 +40,46 @@ class Reader:
         self._db = connection
         self._queries = queries
 
-    def session(self, session_id: str) -> Session | None:
+    def find_session(self, session_id: str) -> Session | None:
         if not is_valid_id(session_id):
             return None
         row = self._db.execute(self._queries.session, {"session_id": session_id}).fetchone()
         return None if row is None else to_session(row)
 
-    def accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
+    def find_accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
         work = {"run": run, "task_id": task_id, "work_id": work_id}
         row = self._db.execute(self._queries.standing_session, work).fetchone()
         return None if row is None else row[0]
 
-    def session_by_key(self, key_hash: bytes) -> Session | None:
+    def find_session_by_key(self, key_hash: bytes) -> Session | None:
         row = self._db.execute(self._queries.session_by_key, {"key_hash": key_hash}).fetchone()
         return None if row is None else to_session(row)
 
-    def sessions(self, limit: int, before: str | None) -> list[Session]:
+    def list_sessions(self, limit: int, before: str | None) -> list[Session]:
         if before is None:
             rows = self._db.execute(self._queries.newest_sessions, {"limit": limit}).fetchall()
         else:
-            last = self.session(before)
+            last = self.find_session(before)
             if last is None:
                 raise StoreError(f"There is no session {before} to list from; start again from the newest.")
             place = {"created_at": last.created_at, "session_id": before, "limit": limit}
             rows = self._db.execute(self._queries.sessions_before, place).fetchall()
         return [to_session(row) for row in rows]
 
-    def policy_versions(self) -> dict[str, int]:
+    def read_policy_versions(self) -> dict[str, int]:
         return dict(self._db.execute(self._queries.policies, {}).fetchall())
 
-    def usage_totals(self, session_id: str) -> UsageTotals:
+    def read_usage_totals(self, session_id: str) -> UsageTotals:
         used = UsageTotals()
         for status, detail in self._db.execute(self._queries.details, {"session_id": session_id}).fetchall():
             used.add(decode_usage(detail), answered=status == "complete")
         return used
 
-    def next_seq(self, session_id: str) -> int:
+    def read_next_seq(self, session_id: str) -> int:
         found: int = self._db.execute(self._queries.next_seq, {"session_id": session_id}).fetchone()[0]
         return found
 
-    def context_ids(self, session_id: str, seq: int) -> TokenIds:
+    def read_context_ids(self, session_id: str, seq: int) -> TokenIds:
         return load_context(self._db, self._queries, session_id, seq)
 
     def export_session(self, session_id: str) -> bytes:
@@ -96,11 +96,11 @@ class Reader:
         for session_id in session_ids:
             found = SessionRecord()
             try:
-                found.session = None if session_id is None else self.session(session_id)
+                found.session = None if session_id is None else self.find_session(session_id)
                 exchanges = None if found.session is None else self.scan_exchanges(found.session.session_id)
                 while exchanges is not None and (some := exchanges.read_batch()):
                     found.exchanges += some
-                    read += sum(_step_share(exchange) for exchange in some)
+                    read += sum(_measure_step_share(exchange) for exchange in some)
                     if read >= 1:
                         yield whole
                         whole, read = [], 0.0
@@ -117,7 +117,7 @@ class Reader:
 _STEP_SESSIONS, _STEP_EXCHANGES, _STEP_TOKENS = 32, 16, 100_000
 
 
-def _step_share(exchange: Exchange) -> float:
+def _measure_step_share(exchange: Exchange) -> float:
     """Of a step, the share that it takes."""
     ids = exchange.prompt_ids, exchange.sampled_ids
     tokens = sum(0 if some is None else len(some) for some in ids)
@@ -178,7 +178,9 @@ class SessionScan:
         if self._pieces_size > self._MAX_PIECE_BYTES:
             self._pieces.clear()
             self._pieces_size = 0
-        new = dict.fromkeys(digest for row in rows for digest in self._digests(row) if digest not in self._pieces)
+        new = dict.fromkeys(
+            digest for row in rows for digest in self._list_own_digests(row) if digest not in self._pieces
+        )
         missing = list(new)
         for first in range(0, len(missing), len(_DIGEST_PARAMETERS)):
             some = missing[first : first + len(_DIGEST_PARAMETERS)]
@@ -189,7 +191,7 @@ class SessionScan:
                 self._pieces[bytes(digest)] = Raw(data)
                 self._pieces_size += len(data)
 
-    def _digests(self, row: ExchangeRow) -> Iterator[bytes]:
+    def _list_own_digests(self, row: ExchangeRow) -> Iterator[bytes]:
         """Of the pieces that it does not share with its base."""
         yield from split_bytes(row.items, DIGEST_SIZE)
         if row.fields is not None:
@@ -197,7 +199,7 @@ class SessionScan:
 
     def _load_raw_request(self, row: ExchangeRow) -> RawRequest:
         link = BaseLink(row.base, row.shared_items * DIGEST_SIZE, row.items)
-        digests = resolve_link(link, self._request_link, self._item_digests)
+        digests = resolve_link(link, self._load_request_link, self._item_digests)
         table = self._load_field_table(row.base, row.fields)
         self._item_digests[row.seq] = digests
         self._fields[row.seq] = table
@@ -227,14 +229,14 @@ class SessionScan:
         met: set[int | None] = set()
         while own is None:
             if base is None or base in met:
-                raise damaged_store_error(f"session {self._session_id} has an exchange without fields")
+                raise make_damaged_store_error(f"session {self._session_id} has an exchange without fields")
             met.add(base)
             own = self._fields.get(base)
             if own is None:
                 base, _, _, own = self._select_request(base)
         return own
 
-    def _request_link(self, seq: int) -> BaseLink:
+    def _load_request_link(self, seq: int) -> BaseLink:
         base, shared_items, items, _ = self._select_request(seq)
         return BaseLink(base, shared_items * DIGEST_SIZE, items)
 
@@ -243,7 +245,7 @@ class SessionScan:
             self._queries.request_link, {"session_id": self._session_id, "seq": seq}
         ).fetchone()
         if row is None:
-            raise damaged_store_error(f"exchange {seq} of session {self._session_id} is missing")
+            raise make_damaged_store_error(f"exchange {seq} of session {self._session_id} is missing")
         return row
 
     def _load_piece(self, digest: bytes) -> Raw:
@@ -251,7 +253,7 @@ class SessionScan:
         if piece is None:
             row = self._db.execute(self._queries.blob, {"digest": digest}).fetchone()
             if row is None:
-                raise damaged_store_error(f"piece {digest.hex()} of session {self._session_id} is missing")
+                raise make_damaged_store_error(f"piece {digest.hex()} of session {self._session_id} is missing")
             piece = self._pieces[digest] = Raw(row[0])
             self._pieces_size += len(row[0])
         return piece

@@ -22,18 +22,18 @@ from polar.errors import StoreError
 from polar.records.exchange import Exchange, ExchangeStatus, RawRequest, StartedCall, TokenIds
 from polar.records.session import Session, Verdict
 from polar.store import session_copy
-from polar.store.arrays import NO_IDS, ids_to_bytes, shared_prefix_length
+from polar.store.arrays import NO_IDS, count_shared_prefix, ids_to_bytes
 from polar.store.base_link import load_context, split_bytes
 from polar.store.checksum import compute_checksum
 from polar.store.lineage import DIGEST_SIZE, Digester, Lineage
 from polar.store.rows import (
     ExchangeDifference,
     FieldEntry,
+    build_exchange_parameters,
+    build_session_parameters,
     encode_evidence,
     encode_turn_rewards,
-    exchange_parameters,
     is_valid_id,
-    session_parameters,
     to_session,
 )
 from polar.store.session_copy import SessionCopy
@@ -97,7 +97,7 @@ class Recorder:
             self.lineages.drop(session_id)
         self._touched.clear()
 
-    def store_id(self) -> str:
+    def ensure_store_id(self) -> str:
         """Made by whoever asks first."""
         self._db.execute(self._queries.make_store_id, {"value": secrets.token_hex(16)})
         return str(self._db.execute(self._queries.store_id, {}).fetchone()[0])
@@ -110,7 +110,7 @@ class Recorder:
         _check_reward(session.reward)
         if self.may_be_written and self._is_session_stored(session):
             return
-        self._db.execute(self._queries.insert_session, session_parameters(session))
+        self._db.execute(self._queries.insert_session, build_session_parameters(session))
 
     def end_session(self, session_id: str, ended_at: float, verdict: Verdict) -> Session | None:
         for reward in (verdict.reward, *verdict.turn_rewards.values()):
@@ -158,13 +158,13 @@ class Recorder:
         new = digests[shared_items:]
         fields, field_pieces = self._split_fields(exchange.raw_request.fields)
         own_fields: bytes | None = fields
-        if base is not None and fields == lineage.fields(base):
-            own_fields, fields = None, lineage.fields(base)  # one object for all turns
+        if base is not None and fields == lineage.get_fields(base):
+            own_fields, fields = None, lineage.get_fields(base)  # one object for all turns
 
         context = NO_IDS if base is None else self._load_context(lineage, session_id, base)
         shared_tokens = prompt = None
         if exchange.prompt_ids is not None:
-            shared_tokens = shared_prefix_length(exchange.prompt_ids, context)
+            shared_tokens = count_shared_prefix(exchange.prompt_ids, context)
             prompt = ids_to_bytes(exchange.prompt_ids[shared_tokens:])
             context = _concatenate(exchange.prompt_ids, exchange.sampled_ids)
 
@@ -177,7 +177,7 @@ class Recorder:
             shared_tokens=shared_tokens,
             prompt=prompt,
         )
-        self._db.execute(self._queries.insert_exchange, exchange_parameters(exchange, difference))
+        self._db.execute(self._queries.insert_exchange, build_exchange_parameters(exchange, difference))
         self._pieces.update(zip(new, items[shared_items:], strict=True))
         if own_fields is not None:
             self._pieces.update(field_pieces)
@@ -240,7 +240,7 @@ class Recorder:
         return self._encode(table), pieces
 
     def _load_context(self, lineage: Lineage, session_id: str, seq: int) -> TokenIds:
-        held = lineage.context_ids(seq)
+        held = lineage.get_context(seq)
         return load_context(self._db, self._queries, session_id, seq) if held is None else held
 
     def _load_lineage(self, session_id: str) -> Lineage:

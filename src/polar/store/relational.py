@@ -13,8 +13,8 @@ from polar.errors import StoreError
 from polar.records.exchange import Exchange, ExchangeStatus, StartedCall, TokenIds
 from polar.records.session import Session, SessionRecord, Verdict
 from polar.store import session_copy
-from polar.store.base_link import damaged_store_error
-from polar.store.group_commit import GroupCommit, TransactionBackend, store_closed_error
+from polar.store.base_link import make_damaged_store_error
+from polar.store.group_commit import GroupCommit, TransactionBackend, make_store_closed_error
 from polar.store.reader import Reader
 from polar.store.recorder import Recorder
 from polar.store.sql import Connection, ParameterStyle, WritingConnection
@@ -117,9 +117,9 @@ class RelationalStore:
         """Runs `work` in a reading thread. Each statement is by itself: it sees what is committed when it begins."""
         return await self._read(lambda: work(self._readers.connection))
 
-    async def store_id(self) -> str:
+    async def ensure_store_id(self) -> str:
         """Whoever has the same one shares the store."""
-        return await self._group_commit.submit(self._recorder.store_id)
+        return await self._group_commit.submit(self._recorder.ensure_store_id)
 
     async def create_session(self, session: Session) -> None:
         await self._group_commit.submit(lambda: self._recorder.create_session(session))
@@ -142,22 +142,22 @@ class RelationalStore:
     async def set_policy_versions(self, versions: Mapping[str, int]) -> None:
         await self._group_commit.submit(lambda: self._recorder.set_policy_versions(versions))
 
-    async def policy_versions(self) -> dict[str, int]:
-        return await self._read(self._reader.policy_versions)
+    async def read_policy_versions(self) -> dict[str, int]:
+        return await self._read(self._reader.read_policy_versions)
 
-    async def session(self, session_id: str) -> Session | None:
-        return await self._read(lambda: self._reader.session(session_id))
+    async def find_session(self, session_id: str) -> Session | None:
+        return await self._read(lambda: self._reader.find_session(session_id))
 
-    async def accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
-        return await self._read(lambda: self._reader.accepted_session(run, task_id, work_id))
+    async def find_accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
+        return await self._read(lambda: self._reader.find_accepted_session(run, task_id, work_id))
 
-    async def session_by_key(self, key_hash: bytes) -> Session | None:
-        return await self._read(lambda: self._reader.session_by_key(key_hash))
+    async def find_session_by_key(self, key_hash: bytes) -> Session | None:
+        return await self._read(lambda: self._reader.find_session_by_key(key_hash))
 
-    async def sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
-        return await self._read(lambda: self._reader.sessions(limit, before))
+    async def list_sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
+        return await self._read(lambda: self._reader.list_sessions(limit, before))
 
-    async def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
+    async def read_exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
         reading = self._reader.scan_exchanges(session_id)
         while some := await self._read(reading.read_batch):
             for exchange in some:
@@ -176,14 +176,14 @@ class RelationalStore:
         copy = await asyncio.to_thread(session_copy.unpack, data)
         return await self._group_commit.submit(lambda: self._recorder.import_copy(copy))
 
-    async def context_ids(self, session_id: str, seq: int) -> TokenIds:
-        return await self._read(lambda: self._reader.context_ids(session_id, seq))
+    async def read_context_ids(self, session_id: str, seq: int) -> TokenIds:
+        return await self._read(lambda: self._reader.read_context_ids(session_id, seq))
 
-    async def usage_totals(self, session_id: str) -> UsageTotals:
-        return await self._read(lambda: self._reader.usage_totals(session_id))
+    async def read_usage_totals(self, session_id: str) -> UsageTotals:
+        return await self._read(lambda: self._reader.read_usage_totals(session_id))
 
-    async def next_seq(self, session_id: str) -> int:
-        return await self._read(lambda: self._reader.next_seq(session_id))
+    async def read_next_seq(self, session_id: str) -> int:
+        return await self._read(lambda: self._reader.read_next_seq(session_id))
 
     async def close(self) -> None:
         """Writes what is waiting, then closes. Calling it again does no harm."""
@@ -194,10 +194,10 @@ class RelationalStore:
 
     async def _read(self, work: Callable[[], T]) -> T:
         if self._closed:
-            raise store_closed_error()
+            raise make_store_closed_error()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reader_threads, work)
         except self._readers.driver_error as error:
             raise self._readers.to_store_error(error) from error
         except ValueError as error:  # msgspec's among them
-            raise damaged_store_error(f"{self._location}: {error}") from error
+            raise make_damaged_store_error(f"{self._location}: {error}") from error

@@ -125,7 +125,7 @@ def encode_evidence(evidence: list[Evidence]) -> str | None:
     return _json.encode(evidence).decode() if evidence else None
 
 
-def session_parameters(session: Session) -> dict[str, object]:
+def build_session_parameters(session: Session) -> dict[str, object]:
     return {
         "session_id": session.session_id,
         "key_hash": session.key_hash,
@@ -158,7 +158,7 @@ def to_session(row: Sequence[object]) -> Session:
     )
 
 
-def exchange_parameters(exchange: Exchange, difference: ExchangeDifference) -> dict[str, object]:
+def build_exchange_parameters(exchange: Exchange, difference: ExchangeDifference) -> dict[str, object]:
     reply, listed = exchange.reply, None
     if reply is not None and reply.logprobs is not None:
         listed = _msgpack.encode(reply.logprobs)

@@ -24,14 +24,14 @@ class SchemaSql(Struct, frozen=True):
 def ensure_schema(db: Connection, queries: Queries, schema_sql: SchemaSql, location: str) -> None:
     """Refuses a database that is somebody else's, or newer than this version of Polar."""
     if not _list_tables(db, schema_sql):
-        with _exclusive_transaction(db, schema_sql):
+        with _open_exclusive_transaction(db, schema_sql):
             if not _list_tables(db, schema_sql):
                 _run(db, load_schema())
     if "polar_schema" not in _list_tables(db, schema_sql):
         raise StoreError(f"{location} is a database, but not one of Polar's; choose {schema_sql.alternative}.")
     steps = load_migrations()
     if _read_version(db, queries) in steps:
-        with _exclusive_transaction(db, schema_sql):
+        with _open_exclusive_transaction(db, schema_sql):
             while (version := _read_version(db, queries)) in steps:
                 _run(db, steps[version])
     version = _read_version(db, queries)
@@ -57,7 +57,7 @@ def _run(db: Connection, statements: Sequence[str]) -> None:
 
 
 @contextmanager
-def _exclusive_transaction(db: Connection, schema_sql: SchemaSql) -> Iterator[None]:
+def _open_exclusive_transaction(db: Connection, schema_sql: SchemaSql) -> Iterator[None]:
     """A transaction. One that fails is rolled back when its connection is closed, since nothing else comes of it."""
     _run(db, schema_sql.begin_exclusive)
     yield

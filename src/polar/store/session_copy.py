@@ -18,7 +18,7 @@ from msgspec import Raw, Struct
 from polar.errors import StoreError
 from polar.records.exchange import RawRequest
 from polar.store.arrays import ID_SIZE
-from polar.store.base_link import damaged_store_error, split_bytes
+from polar.store.base_link import make_damaged_store_error, split_bytes
 from polar.store.lineage import DIGEST_SIZE, compute_digest
 from polar.store.rows import ExchangeRow, FieldEntry, SessionRow, is_valid_id, to_exchange, to_session
 from polar.store.sql import Connection, Queries, WritingConnection
@@ -67,14 +67,14 @@ def unpack(data: bytes) -> SessionCopy:
     try:
         envelope = _envelope_decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise _damaged_copy_error(f"it is no copy: {error}") from error
+        raise _make_damaged_copy_error(f"it is no copy: {error}") from error
     if envelope.version not in _READABLE_VERSIONS:
         raise CopyRefusedError(
             f"A copy of a session has version {envelope.version}, and this Polar knows version {FORMAT_VERSION}; "
             f"use one Polar on both sides."
         )
     if sha256(envelope.body).digest() != envelope.checksum:
-        raise _damaged_copy_error("its checksum is another")
+        raise _make_damaged_copy_error("its checksum is another")
     try:
         body = _body_decoder.decode(envelope.body)
         copy = SessionCopy(body.session, body.exchanges, {compute_digest(piece): piece for piece in body.pieces})
@@ -83,7 +83,7 @@ def unpack(data: bytes) -> SessionCopy:
         for piece in body.pieces:
             check_piece(piece)
     except ValueError as error:  # msgspec's among them
-        raise _damaged_copy_error(str(error)) from error
+        raise _make_damaged_copy_error(str(error)) from error
     return copy
 
 
@@ -96,7 +96,7 @@ def load_copy(db: Connection, queries: Queries, session_id: str) -> SessionCopy:
     for digest in sorted({digest for row in exchanges for digest in list_piece_digests(row)}):
         piece = db.execute(queries.blob, {"digest": digest}).fetchone()
         if piece is None:
-            raise damaged_store_error(f"piece {digest.hex()} of session {session_id} is missing")
+            raise make_damaged_store_error(f"piece {digest.hex()} of session {session_id} is missing")
         pieces[digest] = piece[0]
     return SessionCopy(msgspec.convert(found, SessionRow), exchanges, pieces)
 
@@ -130,7 +130,7 @@ def _add_verdict(db: WritingConnection, queries: Queries, stored: SessionRow, ro
     if any(getattr(stored, name) != getattr(row, name) for name in fixed) or any(
         None not in (values := (getattr(stored, name), getattr(row, name))) and values[0] != values[1] for name in once
     ):
-        raise _conflicting_copy_error(row.session_id)
+        raise _make_conflicting_copy_error(row.session_id)
     if row.status == "ended":
         names = ("session_id", "ended_at", "reward", "reason", "turn_rewards", "evidence")
         db.execute(queries.end_session, {name: getattr(row, name) for name in names}).fetchall()
@@ -142,7 +142,7 @@ def _amend_exchange(db: WritingConnection, queries: Queries, stored: ExchangeRow
         return
     amended = {"status": row.status, "delivered": row.delivered}
     if msgspec.structs.replace(stored, **amended) != row:
-        raise _conflicting_copy_error(row.session_id)
+        raise _make_conflicting_copy_error(row.session_id)
     db.execute(queries.amend_exchange, {"exchange_id": row.exchange_id, **amended}).fetchall()
 
 
@@ -161,18 +161,20 @@ def _sort_bases_first(rows: list[ExchangeRow]) -> list[ExchangeRow]:
         link: ExchangeRow | None = row
         while link is not None and link.seq not in ordered:
             if link.seq in chain:
-                raise damaged_store_error(f"exchange {link.seq} of session {link.session_id} is stored against itself")
+                raise make_damaged_store_error(
+                    f"exchange {link.seq} of session {link.session_id} is stored against itself"
+                )
             chain[link.seq] = link
             link = None if link.base is None else by_seq.get(link.base)
         ordered.update(reversed(chain.items()))
     return list(ordered.values())
 
 
-def _damaged_copy_error(what: str) -> StoreError:
+def _make_damaged_copy_error(what: str) -> StoreError:
     return CopyRefusedError(f"A copy of a session is damaged ({what}); send it again.")
 
 
-def _conflicting_copy_error(session_id: str) -> StoreError:
+def _make_conflicting_copy_error(session_id: str) -> StoreError:
     return CopyRefusedError(
         f"Session {session_id} is in this store already, with other content; "
         f"it stays as it is: look whether two stores were given the same session."

@@ -104,7 +104,7 @@ class LoopbackGateway:
         """Every captured model call so far."""
 
         async def read() -> list[Exchange]:
-            return [exchange async for exchange in self._plane.store.exchanges(self.session_id)]
+            return [exchange async for exchange in self._plane.store.read_exchanges(self.session_id)]
 
         return self._loop.run(read())
 
@@ -114,7 +114,7 @@ class LoopbackGateway:
 
     def trajectory(self, builder: str = "prefix_merging") -> Trajectory:
         """What a builder makes of the captured calls, checked. Raises HeldBackError where the check fails."""
-        session = self._loop.run(self._plane.store.session(self.session_id))
+        session = self._loop.run(self._plane.store.find_session(self.session_id))
         assert session is not None
         return build_trajectory(session, self.exchanges(), builder, SessionChecker()).trajectory
 

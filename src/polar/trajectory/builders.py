@@ -37,7 +37,7 @@ from polar.trajectory.tree import TokenTree, build_token_tree
 
 def per_request(session: SessionPaths) -> Trajectory:
     """A trace per exchange that has trainable tokens."""
-    paths = _trainable_paths(session)
+    paths = _select_trainable_paths(session)
     return _make_trajectory(session, "per_request", build_token_tree(paths), [[path] for path in paths])
 
 
@@ -48,7 +48,7 @@ def prefix_merging(session: SessionPaths) -> Trajectory:
     Where several could go on with one trace, one does: see `_merged`. There are as few traces as there can be, and they
     hold as few tokens as so many traces can.
     """
-    paths = _trainable_paths(session)
+    paths = _select_trainable_paths(session)
     tree = build_token_tree(paths)
     # A trace has log-probabilities or has none: one without them would cost the others theirs.
     with_logprobs = [index for index, path in enumerate(paths) if path.logprobs is not None]
@@ -64,13 +64,13 @@ def prefix_tree(sessions: Sequence[SessionPaths]) -> TreeTrajectory:
     trainer computes is what is unique, always. Tokens that train nothing, with nothing behind them that does, are left
     out; those of them that were sampled are in `excluded`, as with every builder.
     """
-    trained = [_trainable_paths(session) for session in sessions]
+    trained = [_select_trainable_paths(session) for session in sessions]
     tree = build_token_tree([path for paths in trained for path in paths])
     totals = {session.session_id: session.num_trainable for session in sessions}
     terms = []
     for index, path in enumerate(tree.paths):
-        versions = _trainable_versions(path)
-        for stretch in tree.sampled_spans(index):
+        versions = _select_trainable_versions(path)
+        for stretch in tree.list_sampled_spans(index):
             stop = stretch.offset + stretch.stop - stretch.start
             term = Term(
                 session_id=path.session_id,
@@ -85,7 +85,7 @@ def prefix_tree(sessions: Sequence[SessionPaths]) -> TreeTrajectory:
                 scale=path.scale,
             )
             terms.append(term)
-    pieces = [tree.ids(number) for number in range(len(tree.nodes))]
+    pieces = [tree.get_ids(number) for number in range(len(tree.nodes))]
     unique = tree.num_tokens
     return TreeTrajectory(
         ids=np.concatenate(pieces) if pieces else np.empty(0, np.int32),
@@ -111,7 +111,7 @@ def _sort_paths(session: SessionPaths) -> list[TokenPath]:
     return sorted(session.paths, key=lambda path: (path.seq, path.exchange_id))
 
 
-def _trainable_paths(session: SessionPaths) -> list[TokenPath]:
+def _select_trainable_paths(session: SessionPaths) -> list[TokenPath]:
     """The paths that train, cut behind their last trainable token."""
     return [
         path
@@ -126,7 +126,7 @@ def _collect_excluded(session: SessionPaths) -> list[ExcludedSpan]:
     return [excluded for path in _sort_paths(session) for excluded in path.excluded]
 
 
-def _trainable_versions(path: TokenPath) -> Ids:
+def _select_trainable_versions(path: TokenPath) -> Ids:
     if path.versions is None:
         return np.full(path.num_trainable, NO_VERSION, np.int32)
     return path.versions[: path.num_trainable]
@@ -154,7 +154,7 @@ def _merge_runs(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
     points: list[list[tuple[int, int, int]]] = [[] for _ in tree.nodes]
     for index in members:
         context = len(paths[index].prompt)
-        if (number := tree.node_at(index, context)) != ROOT:
+        if (number := tree.find_node(index, context)) != ROOT:
             points[number].append((context, prompt_ends, index))
         points[tree.ends[index]].append((context + len(paths[index].sampled), path_ends, index))
 
@@ -167,8 +167,8 @@ def _merge_runs(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
             if kind == prompt_ends:
                 here.append(index)
             elif here:
-                agent = _agent_key(paths[index])
-                best = min(here, key=lambda it: (_agent_key(paths[it]) != agent, -trainable[it], it))
+                agent = _get_agent_key(paths[index])
+                best = min(here, key=lambda it: (_get_agent_key(paths[it]) != agent, -trainable[it], it))
                 here.remove(best)
                 successor[index] = best
                 trainable[index] += trainable[best]
@@ -186,7 +186,7 @@ def _merge_runs(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _agent_key(path: TokenPath) -> tuple[str | None, str]:
+def _get_agent_key(path: TokenPath) -> tuple[str | None, str]:
     return path.agent_id, path.role
 
 
@@ -223,7 +223,7 @@ def _make_trace(session: SessionPaths, run: Sequence[TokenPath], total: int) -> 
         start = len(path.prompt) - context
         stop = start + path.num_trainable
         mask[start:stop] = 1
-        versions[start:stop] = _trainable_versions(path)
+        versions[start:stop] = _select_trainable_versions(path)
         if logprobs is not None and path.logprobs is not None:
             logprobs[start:stop] = path.logprobs[: path.num_trainable]
         spans.append(Span(path.exchange_id, start, stop, 0))

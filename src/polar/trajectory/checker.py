@@ -38,21 +38,21 @@ log = logging.getLogger(__name__)
 class CheckWatcher(Protocol):
     """Counts checks. It is called by the threads that build."""
 
-    def session_checked(self, held: HeldBackError | None) -> None: ...
+    def record_check(self, held: HeldBackError | None) -> None: ...
 
-    def session_skipped(self) -> None: ...
+    def record_skip(self) -> None: ...
 
-    def seconds_spent(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         """CPU seconds of the checking thread."""
         ...
 
 
 class NullCheckWatcher:
-    def session_checked(self, held: HeldBackError | None) -> None: ...
+    def record_check(self, held: HeldBackError | None) -> None: ...
 
-    def session_skipped(self) -> None: ...
+    def record_skip(self) -> None: ...
 
-    def seconds_spent(self, seconds: float) -> None: ...
+    def add_seconds(self, seconds: float) -> None: ...
 
 
 def is_in_checked_share(session_id: str, share: float) -> bool:
@@ -64,7 +64,7 @@ def is_in_checked_share(session_id: str, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def error_for_problems(session_id: str, problems: Sequence[Problem]) -> HeldBackError:
+def make_verify_failed_error(session_id: str, problems: Sequence[Problem]) -> HeldBackError:
     """Of a session with these problems, one or more."""
     first = problems[0]
     where = f" (exchange {first.exchange_id})" if first.exchange_id else ""
@@ -78,7 +78,7 @@ def error_for_problems(session_id: str, problems: Sequence[Problem]) -> HeldBack
     )
 
 
-def error_for_failed_check(session_id: str, error: Exception) -> HeldBackError:
+def make_verify_error(session_id: str, error: Exception) -> HeldBackError:
     return HeldBackError(
         session_id,
         "verify_error",
@@ -106,28 +106,26 @@ class SessionChecker:
             return
         held: HeldBackError | None = None
         try:
-            self.look_for_problems(
-                chosen[0].session.session_id, lambda: check_tree([check.recorded for check in checks], tree)
-            )
+            self.run_check(chosen[0].session.session_id, lambda: check_tree([check.recorded for check in checks], tree))
         except HeldBackError as error:
             held = error
         for _ in chosen:
-            self.watcher.session_checked(held)
+            self.watcher.record_check(held)
         if held is not None:
             raise held
 
-    def look_for_problems(self, session_id: str, find: Callable[[], Sequence[Problem]]) -> None:
+    def run_check(self, session_id: str, find: Callable[[], Sequence[Problem]]) -> None:
         """Raises HeldBackError if there are any, or if they can't be looked for."""
         began = time.thread_time()
         try:
             problems = find()
         except Exception as error:  # whatever it is: what was not verified is not handed on
             log.exception("The verification of session %s failed", session_id)
-            raise error_for_failed_check(session_id, error) from error
+            raise make_verify_error(session_id, error) from error
         finally:
-            self.watcher.seconds_spent(time.thread_time() - began)
+            self.watcher.add_seconds(time.thread_time() - began)
         if problems:
-            held = error_for_problems(problems[0].session_id or session_id, problems)
+            held = make_verify_failed_error(problems[0].session_id or session_id, problems)
             log.error("%s", held)
             raise held
 
@@ -143,7 +141,7 @@ class SessionCheck:
         self.checker = checker
         self._contexts: ContextIndex | None = None
         if not self.is_chosen:
-            checker.watcher.session_skipped()
+            checker.watcher.record_skip()
 
     def check_rows(self, exchanges: Sequence[Exchange]) -> None:
         """The rows as they are stored, before anything is built of them. Raises HeldBackError."""
@@ -174,11 +172,11 @@ class SessionCheck:
         """What the builder made of it. Raises HeldBackError."""
         if self.is_chosen:
             self._run_check(lambda: check_trajectory(self.recorded, trajectory))
-            self.checker.watcher.session_checked(None)
+            self.checker.watcher.record_check(None)
 
     def _run_check(self, find: Callable[[], Sequence[Problem]]) -> None:
         try:
-            self.checker.look_for_problems(self.session.session_id, find)
+            self.checker.run_check(self.session.session_id, find)
         except HeldBackError as held:
-            self.checker.watcher.session_checked(held)
+            self.checker.watcher.record_check(held)
             raise

@@ -107,13 +107,13 @@ class Turn(Struct, eq=False):
     previous: "Turn | None" = None  # the turn that it goes on from
     next_turns: list["Turn"] = field(default_factory=list)  # the turns that go on from it
 
-    def work_keys(self) -> list[Hashable]:
+    def list_work_keys(self) -> list[Hashable]:
         """What stands in its history of turns of the model and results of tools."""
         return [key for message, key in zip(self.messages, self.keys, strict=True) if message.role in _WORK_ROLES]
 
     def drops_work_of(self, other: "Turn") -> bool:
         """At least half of the work in the other's history is gone here."""
-        here, work = set(self.keys), other.work_keys()
+        here, work = set(self.keys), other.list_work_keys()
         return 2 * sum(key in here for key in work) <= len(work)
 
     def extends_history_of(self, other: "Turn") -> bool:
@@ -126,7 +126,7 @@ class Turn(Struct, eq=False):
             return False
         return here[len(old)][0].role in _WORK_ROLES
 
-    def new_messages(self) -> list[Message]:
+    def list_new_messages(self) -> list[Message]:
         """Its messages that the turn before did not have."""
         old = set() if self.previous is None else set(self.previous.keys)
         return [message for message, key in zip(self.messages, self.keys, strict=True) if key not in old]
@@ -136,7 +136,7 @@ _WORK_ROLES = frozenset(("assistant", "tool"))
 _SYSTEM_ROLES = frozenset(("system", "developer"))
 
 
-def message_text(message: Message) -> str:
+def extract_text(message: Message) -> str:
     """All that it says, results of tools included."""
     return "\n".join(
         _join_text(part.parts) if isinstance(part, ToolResult) else part.text
@@ -204,10 +204,14 @@ class _TurnLinker:
         self._system_prompts: dict[tuple[int, ...], str] = {}  # by those of the messages that it stands in
 
     def add(self, call: ModelCall) -> Turn:
-        read = self._read_history(_request_messages(call.request))
+        read = self._read_history(_list_messages(call.request))
         path = read.trie_path
         turn = Turn(
-            call, read.content_messages, read.keys, self._system_prompt(read.content_messages), Conversation(self._hint)
+            call,
+            read.content_messages,
+            read.keys,
+            self._join_system_prompt(read.content_messages),
+            Conversation(self._hint),
         )
         same = self._turn_by_node.get(path[-1])
         if same is not None:  # the same request once more: another sample, or another attempt
@@ -260,17 +264,19 @@ class _TurnLinker:
             for part in reversed(message.parts)
             if isinstance(part, ToolCall | Reasoning)
         ]
-        said = _MessageInfo(message, _has_content(message), _message_key(message), [name for name in issued if name])
+        said = _MessageInfo(
+            message, _has_content(message), _make_message_key(message), [name for name in issued if name]
+        )
         self._info_by_identity[id(message)] = said  # with the message, so that no other one gets its id
         return said
 
-    def _system_prompt(self, messages: list[Message]) -> str:
+    def _join_system_prompt(self, messages: list[Message]) -> str:
         """The same object for the same messages."""
         instructing = list(takewhile(lambda said: said.role in _SYSTEM_ROLES, messages))
         key = tuple(id(message) for message in instructing)
         found = self._system_prompts.get(key)
         if found is None:
-            found = self._system_prompts[key] = "\n".join(message_text(message) for message in instructing)
+            found = self._system_prompts[key] = "\n".join(extract_text(message) for message in instructing)
         return found
 
     def _match_by_id(self, said: list[_MessageInfo], speaking: int) -> _ReplyMatch:
@@ -295,12 +301,12 @@ class _TurnLinker:
         for message in reversed(turn.messages):
             if message.role == "assistant":
                 said = self._turn_by_reply_text.get(_join_text(message.parts).strip())
-                if said is not None and not (said.work_keys() and turn.drops_work_of(said)):
+                if said is not None and not (said.list_work_keys() and turn.drops_work_of(said)):
                     return said
         return None
 
 
-def _request_messages(request: Request) -> list[Message]:
+def _list_messages(request: Request) -> list[Message]:
     if request.prompt is not None:
         return [Message("user", [Text(str(request.prompt))])]
     return request.messages
@@ -314,7 +320,7 @@ def _join_text(parts: Iterable[object]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def _message_key(message: Message) -> Hashable:
+def _make_message_key(message: Message) -> Hashable:
     """Equal for messages that say the same. Ids and seals say nothing."""
     role = "system" if message.role in _SYSTEM_ROLES else message.role
     rest: list[Hashable] = []

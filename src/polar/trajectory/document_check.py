@@ -28,14 +28,14 @@ def find_hold_reason(
 ) -> HoldReason | None:
     """Why a received session must not be trained on; None where it may, or is not in the share that is checked."""
     if not is_in_checked_share(session_id, checker.share):
-        checker.watcher.session_skipped()
+        checker.watcher.record_skip()
         return None
     held: HeldBackError | None = None
     try:
-        checker.look_for_problems(session_id, find_problems)
+        checker.run_check(session_id, find_problems)
     except HeldBackError as error:
         held = error
-    checker.watcher.session_checked(held)
+    checker.watcher.record_check(held)
     return None if held is None else held.reason
 
 
@@ -182,13 +182,13 @@ def _check_terms(findings: _Findings, tree: TreeTrajectory, terms: Iterable[Term
         _check_numbers(findings, term.policy_versions, term.logprobs, "prefix_tree", term.exchange_id)
         if not isclose(term.weight, count / max(total, 1), rel_tol=1e-9):
             findings.add("weight", f"prefix_tree: {term.weight} for {count} of {total} tokens", term.exchange_id)
-        if before is not None and not _continues(tree, before, term):
+        if before is not None and not _follows_directly(tree, before, term):
             said = f"prefix_tree: sampled token {term.offset} does not stand behind the one before it"
             findings.add("context", said, term.exchange_id)
         before = term
 
 
-def _continues(tree: TreeTrajectory, before: Term, term: Term) -> bool:
+def _follows_directly(tree: TreeTrajectory, before: Term, term: Term) -> bool:
     if term.node == before.node:
         return term.start - before.start == term.offset - before.offset
     size = int(tree.starts[before.node + 1] - tree.starts[before.node])

@@ -22,7 +22,7 @@ from msgspec import Struct, field
 from polar.errors import ConfigError
 from polar.harnesses.base import CallPatterns, RolePattern
 from polar.records.spans import TRAINABLE_ROLES, ExchangeRole
-from polar.trajectory.conversations import Conversation, ModelCall, Turn, link_turns, message_text, read_call
+from polar.trajectory.conversations import Conversation, ModelCall, Turn, extract_text, link_turns, read_call
 
 __all__ = ["CallLabel", "CallPatterns", "ModelCall", "RoleOverrides", "RolePattern", "assign_roles", "read_call"]
 
@@ -85,7 +85,7 @@ class _RoleAssigner:
     def __init__(self, calls: Sequence[ModelCall], known: CallPatterns) -> None:
         self._knowledge = known
         self._system_matches: dict[tuple[str, str], bool] = {}  # which words stand in which system prompt
-        self._turns = link_turns(calls, self._agent_hint)
+        self._turns = link_turns(calls, self._find_agent_hint)
         self._marked_roles = {
             turn.call.exchange_id: mark.role for turn in self._turns if (mark := self._find_mark(turn))
         }
@@ -96,22 +96,22 @@ class _RoleAssigner:
 
     # What the harness says of itself
 
-    def _agent_hint(self, call: ModelCall) -> str | None:
+    def _find_agent_hint(self, call: ModelCall) -> str | None:
         return next((call.hints[name] for name in self._knowledge.agent_headers if call.hints.get(name)), None)
 
     def _find_mark(self, turn: Turn) -> RolePattern | None:
         call, said = turn.call, turn.messages
-        last = message_text(said[-1]) if said and said[-1].role == "user" else ""
+        last = extract_text(said[-1]) if said and said[-1].role == "user" else ""
         for mark in self._knowledge.role_patterns:
             if (
                 (mark.header is None or (mark.header in call.hints and mark.header_text in call.hints[mark.header]))
-                and (mark.system_prompt is None or self._in_system(mark.system_prompt, turn.system_prompt))
+                and (mark.system_prompt is None or self._is_in_system_prompt(mark.system_prompt, turn.system_prompt))
                 and (mark.last_user_message is None or mark.last_user_message in last)
             ):
                 return mark
         return None
 
-    def _in_system(self, words: str, system: str) -> bool:
+    def _is_in_system_prompt(self, words: str, system: str) -> bool:
         """A session has few system prompts, and they are long."""
         found = self._system_matches.get((words, system))
         if found is None:
@@ -185,7 +185,7 @@ class _RoleAssigner:
     def _find_summarized_conversation(self, index: int) -> Conversation | None:
         """The talk that was under way and whose words stand most in a request that is one long text."""
         turn = self._turns[index]
-        text = "\n".join(message_text(message) for message in turn.messages)
+        text = "\n".join(extract_text(message) for message in turn.messages)
         latest = {
             earlier.conversation: earlier
             for earlier in self._turns[:index]
@@ -196,7 +196,7 @@ class _RoleAssigner:
         most, best = 0, None
         for earlier in latest.values():
             words = [
-                message_text(message) for message in earlier.messages if message.role not in ("system", "developer")
+                extract_text(message) for message in earlier.messages if message.role not in ("system", "developer")
             ]
             seen = sum(
                 len(word) >= MIN_QUOTE_CHARS and word in text for word in (*words, earlier.call.reply_text.strip())
@@ -226,7 +226,7 @@ class _RoleAssigner:
             for later in turn.next_turns
         )
 
-    def _conversation_role(self, talk: Conversation) -> ExchangeRole:
+    def _classify_conversation(self, talk: Conversation) -> ExchangeRole:
         if talk is self._main_conversation:
             return "main"
         if all(turn.call.exchange_id in self._marked_roles for turn in talk.turns):
@@ -270,7 +270,7 @@ class _RoleAssigner:
             talk = turn.conversation
             if talk in roles:
                 continue
-            role = roles[talk] = self._conversation_role(talk)
+            role = roles[talk] = self._classify_conversation(talk)
             if talk.hint is not None:
                 agents[talk] = talk.hint
             elif role == "subagent":
@@ -322,7 +322,7 @@ def _continues_from_summary(later: Turn, summary: Turn, home: Conversation) -> b
         or not later.drops_work_of(summary)
     ):
         return False
-    heard = "\n".join(message_text(message) for message in later.new_messages() if message.role != "tool")
+    heard = "\n".join(extract_text(message) for message in later.list_new_messages() if message.role != "tool")
     lines = [line for line in map(str.strip, summary.call.reply_text.splitlines()) if len(line) >= MIN_QUOTE_CHARS]
     carried = sum(len(line) for line in lines if line in heard)
     return bool(lines) and carried >= MIN_SUMMARY_SHARE * sum(map(len, lines))

@@ -29,7 +29,7 @@ from polar.records.trajectory import (
 from polar.store.base import Store
 from polar.trajectory.checker import SessionCheck, SessionChecker
 from polar.trajectory.roles import CallLabel, ModelCall, RoleOverrides, assign_roles, read_call
-from polar.trajectory.teacher import logprob_conditions
+from polar.trajectory.teacher import find_logprob_conditions
 from polar.types import Media, Message, Request, ToolResult
 
 NO_IDS: Ids = np.empty(0, np.int32)
@@ -40,10 +40,10 @@ TREE_BUILDER = "prefix_tree"
 
 async def load_session_paths(store: Store, session_id: str) -> SessionPaths:
     """All of a session's paths. Raises StoreError where there is no such session."""
-    session = await store.session(session_id)
+    session = await store.find_session(session_id)
     if session is None:
         raise StoreError(f"There is no session {session_id}.")
-    exchanges = [exchange async for exchange in store.exchanges(session_id)]
+    exchanges = [exchange async for exchange in store.read_exchanges(session_id)]
     return await asyncio.to_thread(read_session_paths, session, exchanges)
 
 
@@ -68,26 +68,26 @@ def read_session_calls(session: Session | SessionSummary, exchanges: Iterable[Ex
 
 
 def read_session_paths(session: Session, exchanges: Iterable[Exchange]) -> SessionPaths:
-    return paths_of_calls(session, read_session_calls(session, exchanges))
+    return build_session_paths(session, read_session_calls(session, exchanges))
 
 
-def paths_of_calls(session: Session, calls: Iterable[SessionCall]) -> SessionPaths:
+def build_session_paths(session: Session, calls: Iterable[SessionCall]) -> SessionPaths:
     overrides = RoleOverrides.from_metadata(session.metadata)
     known_media: _MediaByMessage = {}
     paths = [
-        _make_path(exchange, _request_images(call.request, known_media), label, overrides, session.turn_rewards)
+        _make_path(exchange, _collect_images(call.request, known_media), label, overrides, session.turn_rewards)
         for exchange, call, label in calls
         if exchange.sampled_ids is not None
     ]
-    return SessionPaths(session.session_id, paths, session.reward, _missing_reward_reason(session), session.suspicious)
+    return SessionPaths(session.session_id, paths, session.reward, _explain_missing_reward(session), session.suspicious)
 
 
 async def load_roles(store: Store, session_id: str) -> dict[str, CallLabel]:
     """Each exchange's role and agent. Raises StoreError where there is no such session."""
-    session = await store.session(session_id)
+    session = await store.find_session(session_id)
     if session is None:
         raise StoreError(f"There is no session {session_id}.")
-    calls = [read_call(exchange) async for exchange in store.exchanges(session_id)]
+    calls = [read_call(exchange) async for exchange in store.read_exchanges(session_id)]
     return await asyncio.to_thread(assign_session_roles, session, calls)
 
 
@@ -107,7 +107,7 @@ def build_trajectory(
     check = checker.begin(session)
     check.check_rows(exchanges)
     parts = read_session_calls(session, exchanges)
-    paths = paths_of_calls(session, parts)
+    paths = build_session_paths(session, parts)
     check.set_paths(exchanges, paths.paths)
     trajectory = run_builder(paths, builder)
     check.check_traces(trajectory)
@@ -166,10 +166,10 @@ def hold_back_session(session: Session, builder: str, error: HeldBackError) -> t
 
 async def encode_trajectory(store: Store, session_id: str, builder: str, checker: SessionChecker) -> bytes:
     """What a builder makes of a session, as JSON. Raises StoreError where there is no such session."""
-    session = await store.session(session_id)
+    session = await store.find_session(session_id)
     if session is None:
         raise StoreError(f"There is no session {session_id}.")
-    exchanges = [exchange async for exchange in store.exchanges(session_id)]
+    exchanges = [exchange async for exchange in store.read_exchanges(session_id)]
 
     def encode() -> bytes:
         if builder == TREE_BUILDER:
@@ -196,7 +196,7 @@ def assign_session_roles(
     return assign_roles(calls, knowledge=known, overrides=overrides or RoleOverrides.from_metadata(session.metadata))
 
 
-def _missing_reward_reason(session: Session) -> str | None:
+def _explain_missing_reward(session: Session) -> str | None:
     if session.reward is not None:
         return None
     return session.reason or ("not_ended" if session.status == "open" else "not_evaluated")
@@ -217,14 +217,14 @@ def _make_path(
         prompt=prompt,
         sampled=ids,
         logprobs=exchange.logprobs if trainable else None,
-        versions=_token_versions(exchange.versions, len(ids)) if trainable else None,
+        versions=_expand_versions(exchange.versions, len(ids)) if trainable else None,
         num_trainable=trainable,
         excluded=excluded,
         role=label.role,
         agent_id=label.agent_id,
         branch_reason=exchange.branch_reason,
         temperature=exchange.sampling.temperature,
-        scale=_logit_scale(exchange, images) if trainable else None,
+        scale=_find_logit_scale(exchange, images) if trainable else None,
         finish_reason=exchange.finish_reason,
         reward=rewards.get(exchange.exchange_id),
         images=images,
@@ -249,15 +249,15 @@ def _count_trainable(
     return kept, excluded
 
 
-def _logit_scale(exchange: Exchange, images: list[Image]) -> float | None:
+def _find_logit_scale(exchange: Exchange, images: list[Image]) -> float | None:
     """Where the engine gave no log-probabilities, the trainer's own are those that were sampled with."""
-    found = logprob_conditions(exchange, images=bool(images))
+    found = find_logprob_conditions(exchange, images=bool(images))
     if found.skip_reason == "no_logprobs":
         return exchange.sampling.temperature or 1.0
     return found.temperature if found.skip_reason is None else None
 
 
-def _token_versions(spans: list[VersionSpan], sampled: int) -> Ids:
+def _expand_versions(spans: list[VersionSpan], sampled: int) -> Ids:
     versions = np.full(sampled, NO_VERSION, np.int32)
     for span in spans:
         versions[span.start : span.stop] = span.version
@@ -268,7 +268,7 @@ _MediaByMessage = dict[int, tuple[Message, list[Media]]]
 """Of each message, by its id()."""
 
 
-def _request_images(request: Request, known: _MediaByMessage) -> list[Image]:
+def _collect_images(request: Request, known: _MediaByMessage) -> list[Image]:
     """Pictures are rendered by the engine, which doesn't say where their placeholders stand: they count from the
     prompt's beginning, so that prompts with other pictures share nothing. Rather too little is shared than too much."""
     shown = [piece for message in request.messages if (pieces := _find_media(message, known)) for piece in pieces]

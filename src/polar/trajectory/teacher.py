@@ -48,7 +48,7 @@ class LogprobConditions(Struct, frozen=True):
     skip_reason: str | None = None
 
 
-def logprob_conditions(exchange: Exchange, *, images: bool = False) -> LogprobConditions:
+def find_logprob_conditions(exchange: Exchange, *, images: bool = False) -> LogprobConditions:
     if images:
         return LogprobConditions(skip_reason="images")
     if exchange.logprobs is None or exchange.logprob_kind == "none":
@@ -153,7 +153,7 @@ class Teacher:
         wanted = [self._select_tokens(trace, conditions_by_exchange, into, policy_version) for trace in traces]
         for it in sorted(wanted, key=lambda it: it.ids.astype(">i4").tobytes()):
             if len(it.positions):
-                _add_differences(it, self.logprobs(it.ids, it.positions, it.temperatures), into)
+                _add_differences(it, self.compute_logprobs(it.ids, it.positions, it.temperatures), into)
 
     def _select_tokens(
         self,
@@ -186,13 +186,13 @@ class Teacher:
                 exchanges.append((span.exchange_id, span.offset + at - span.start))
         return _ScoredTokens(trace, ids, np.array(positions, np.int64), np.array(temperatures, np.float32), exchanges)
 
-    def logprobs(
+    def compute_logprobs(
         self, ids: Ids, positions: NDArray[np.int64], temperatures: NDArray[np.float32]
     ) -> NDArray[np.float32]:
         """Of the tokens at some positions (ascending, none of them the first), each given all that stands before it."""
         torch = self._torch
         places = positions - 1  # a token's logits stand at the one before it
-        start = min(_common_prefix_length(self._cached_ids, ids), int(places[0])) if self._can_crop_cache else 0
+        start = min(_count_common_prefix(self._cached_ids, ids), int(places[0])) if self._can_crop_cache else 0
         self._crop_cache(start)
         end = int(places[-1]) + 1
         found = []
@@ -258,7 +258,7 @@ def _add_differences(wanted: _ScoredTokens, recomputed: NDArray[np.float32], int
     )
 
 
-def _common_prefix_length(a: Ids, b: Ids) -> int:
+def _count_common_prefix(a: Ids, b: Ids) -> int:
     """How many leading ids are equal."""
     length = min(len(a), len(b))
     unequal = np.flatnonzero(a[:length] != b[:length])

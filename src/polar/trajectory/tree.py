@@ -58,7 +58,7 @@ class TokenTree(Struct):
         """How many there are, each once."""
         return sum(node.stop - node.start for node in self.nodes)
 
-    def ids(self, number: int) -> Ids:
+    def get_ids(self, number: int) -> Ids:
         """A node's token ids: a view where they lie in one array of its path."""
         node = self.nodes[number]
         path = self.paths[node.path]
@@ -69,14 +69,14 @@ class TokenTree(Struct):
             return path.sampled[node.start - context : node.stop - context]
         return np.concatenate([path.prompt[node.start :], path.sampled[: node.stop - context]])
 
-    def node_at(self, path: int, depth: int) -> int:
+    def find_node(self, path: int, depth: int) -> int:
         """The node that holds the last of a path's first `depth` tokens."""
         number = self.ends[path]
         while number != ROOT and self.nodes[number].start >= depth:
             number = self.nodes[number].parent
         return number
 
-    def sampled_spans(self, path: int) -> list[NodeSpan]:
+    def list_sampled_spans(self, path: int) -> list[NodeSpan]:
         """Where a path's sampled tokens are, from first to last."""
         context = len(self.paths[path].prompt)
         end = context + len(self.paths[path].sampled)
@@ -112,10 +112,10 @@ class _KeySequence:
         self.context = len(prompt)
         self.length = len(prompt) + len(sampled)
 
-    def key(self, at: int) -> int:
+    def get_key(self, at: int) -> int:
         return self.prompt.item(at) if at < self.context else self.sampled.item(at - self.context)
 
-    def rest(self, at: int) -> Ids:
+    def get_array_from(self, at: int) -> Ids:
         """From `at` to the end of the array that it is in."""
         return self.prompt[at:] if at < self.context else self.sampled[at - self.context :]
 
@@ -123,20 +123,20 @@ class _KeySequence:
 def _make_key_sequences(paths: Sequence[TokenPath]) -> list[_KeySequence]:
     """Ids are keys already; a prompt with images gets a copy with theirs in it. Images are the same where placeholder
     and digest are. They are numbered in sorted order, so that the numbers don't depend on the order of the paths."""
-    seen = {look for path in paths if path.images for look in _image_keys(path).values()}
+    seen = {look for path in paths if path.images for look in _collect_image_keys(path).values()}
     numbers = {look: index - len(seen) for index, look in enumerate(sorted(seen))}
     lines = []
     for path in paths:
         prompt = path.prompt
         if path.images:
             prompt = prompt.copy()
-            for position, look in _image_keys(path).items():
+            for position, look in _collect_image_keys(path).items():
                 prompt[position] = numbers[look]
         lines.append(_KeySequence(prompt, path.sampled))
     return lines
 
 
-def _image_keys(path: TokenPath) -> dict[int, tuple[int, tuple[bytes, ...]]]:
+def _collect_image_keys(path: TokenPath) -> dict[int, tuple[int, tuple[bytes, ...]]]:
     """By position: the placeholder's own id, and the digests of what stands there (more than one where an image has no
     placeholders of its own)."""
     digests: dict[int, tuple[bytes, ...]] = {}
@@ -145,19 +145,19 @@ def _image_keys(path: TokenPath) -> dict[int, tuple[int, tuple[bytes, ...]]]:
     return {position: (path.prompt.item(position), found) for position, found in digests.items()}
 
 
-def _common_length(left: _KeySequence, right: _KeySequence, at: int) -> int:
+def _extend_common_length(left: _KeySequence, right: _KeySequence, at: int) -> int:
     """How far two lines are the same that are known to be so up to `at`."""
     stop = min(left.length, right.length)
     while at < stop:
-        one, other = left.rest(at), right.rest(at)
-        shared = _common_prefix_length(one, other)
+        one, other = left.get_array_from(at), right.get_array_from(at)
+        shared = _count_common_prefix(one, other)
         at += shared
         if shared < min(len(one), len(other)):
             break
     return at
 
 
-def _common_prefix_length(left: Ids, right: Ids) -> int:
+def _count_common_prefix(left: Ids, right: Ids) -> int:
     """The length of the longest common prefix."""
     size = min(len(left), len(right))
     at, block = 0, _FIRST_BLOCK_TOKENS
@@ -201,9 +201,9 @@ class _TreeBuilder:
         branch, at = self._follow_last(line)
         while at < line.length:
             # The tree has the line's first `at` keys, the last of them in `branch`.
-            key = line.key(at)
+            key = line.get_key(at)
             if at < branch.stop:
-                if self._sequences[branch.path].key(at) != key:
+                if self._sequences[branch.path].get_key(at) != key:
                     branch = self._add_leaf(self._split(branch, at, index), index, at)
                     break
             elif (child := branch.children.get(key)) is not None:
@@ -215,9 +215,9 @@ class _TreeBuilder:
                 branch.path, branch.stop = index, line.length
                 break
             entered = branch
-            at = _common_length(line, self._sequences[branch.path], at + 1)
+            at = _extend_common_length(line, self._sequences[branch.path], at + 1)
             while branch.stop < at:
-                branch = branch.children[line.key(branch.stop)]
+                branch = branch.children[line.get_key(branch.stop)]
             if entered.stop <= at:
                 entered.path = index  # what comes next here is likely to resemble what came last
         self._end_branches.append(branch)
@@ -227,7 +227,7 @@ class _TreeBuilder:
         if not self._end_branches:
             return self._root, 0
         branch = self._end_branches[-1]
-        at = _common_length(line, self._sequences[len(self._end_branches) - 1], 0)
+        at = _extend_common_length(line, self._sequences[len(self._end_branches) - 1], 0)
         while branch.parent is not None and branch.start >= at:
             branch = branch.parent
         return branch, at
@@ -235,7 +235,7 @@ class _TreeBuilder:
     def _add_leaf(self, parent: _Branch, index: int, at: int) -> _Branch:
         line = self._sequences[index]
         leaf = _Branch(parent, index, at, line.length)
-        parent.children[line.key(at)] = leaf
+        parent.children[line.get_key(at)] = leaf
         return leaf
 
     def _split(self, lower: _Branch, at: int, index: int) -> _Branch:
@@ -243,20 +243,20 @@ class _TreeBuilder:
         above = lower.parent
         assert above is not None  # the root is empty
         upper = _Branch(above, index, lower.start, at)
-        above.children[self._sequences[index].key(lower.start)] = upper
-        upper.children[self._sequences[lower.path].key(at)] = lower
+        above.children[self._sequences[index].get_key(lower.start)] = upper
+        upper.children[self._sequences[lower.path].get_key(at)] = lower
         lower.parent, lower.start = upper, at
         return upper
 
     def number_nodes(self) -> list[Node]:
         nodes: list[Node] = []
-        waiting = _children_reversed(self._root)
+        waiting = _list_children_reversed(self._root)
         while waiting:
             branch = waiting.pop()
             branch.number = len(nodes)
             assert branch.parent is not None
             nodes.append(Node(branch.parent.number, branch.path, branch.start, branch.stop))
-            waiting.extend(_children_reversed(branch))
+            waiting.extend(_list_children_reversed(branch))
         return nodes
 
     def find_end_nodes(self) -> list[int]:
@@ -273,5 +273,5 @@ class _TreeBuilder:
         return ends
 
 
-def _children_reversed(branch: _Branch) -> list[_Branch]:
+def _list_children_reversed(branch: _Branch) -> list[_Branch]:
     return [branch.children[key] for key in sorted(branch.children, reverse=True)]

@@ -74,7 +74,7 @@ def check_records(
         context = contexts.add(exchange)
         if exchange.checksum is not None:
             has_checksums = True
-            if not matches_checksum(exchange, context.prompt_digest()):
+            if not matches_checksum(exchange, context.digest_prompt()):
                 problems.append(
                     _make_problem(
                         exchange,

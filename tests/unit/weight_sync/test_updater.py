@@ -101,7 +101,7 @@ async def harness(service: Service) -> AsyncIterator[tuple["asyncio.Task[Exchang
             http.post(f"{service.gateway_url}/v1/chat/completions", json=body, headers=headers) as response,
         ):
             assert b"[DONE]" in await response.read()
-        (exchange,) = [exchange async for exchange in service.store.exchanges(session.session_id)]
+        (exchange,) = [exchange async for exchange in service.store.read_exchanges(session.session_id)]
         return exchange
 
     task = asyncio.create_task(call())

@@ -121,7 +121,7 @@ class Generation(Protocol):
         """Of all tokens but the last, in vLLM's form, where the engine is a mixture of experts."""
         ...
 
-    def steps(self) -> AsyncGenerator[Sequence[SampledToken]]:
+    def sample_steps(self) -> AsyncGenerator[Sequence[SampledToken]]:
         """What was sampled since the last step. `finish_reason` is set with the last one, which alone may be empty.
         Closing the generator early ends the sampling. Raises EngineError where the engine broke."""
         ...
