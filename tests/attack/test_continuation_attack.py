@@ -121,7 +121,7 @@ def test_a_template_completes_a_spelling_on_both_sides(name: str) -> None:
     base = Tokenizer.load(TOKENIZER_FOLDER)
     model = ModelCodec(Tokenizer(base.backend, base.special_tokens, ChatTemplate(_GLUED, base.special_tokens)))
     request = Request(model="m", messages=[Message("user", [Text("x")], name=name)])
-    plan = model.plan(request, TurnHistory(), lambda _, __: None)
+    plan = model.plan_prompt(request, TurnHistory(), lambda _, __: None)
     first = model.encoder.encode(plan.text).tolist()[0]
     assert first not in model.encoder.control_tokens.values()
 

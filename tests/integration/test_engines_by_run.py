@@ -10,11 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica
 from polar.engines.scripted import TOKENIZER_FOLDER, Play, ScriptedServer, ScriptedTurn
 from polar.gateway.data_plane import DataPlane
 from polar.gateway.meter import Meter
 from polar.records.exchange import Exchange
+from polar.records.policy import PauseState
 from tests.integration.stack import running, settings
 from tests.integration.test_policy import SLOW, control
 

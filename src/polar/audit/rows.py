@@ -7,7 +7,8 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.records.trajectory import Ids, Mask
+from polar.records.exchange import TokenIds
+from polar.records.trajectory import Mask, PolicyVersions
 
 PROBLEM_KINDS = {
     "lengths": "ids, mask and log-probabilities do not fit together",
@@ -46,12 +47,12 @@ class RolloutRow(Struct):
     """Prompt and response, and arrays of the response. `problems` are those of its form."""
 
     number: int  # in the file, from 1 on
-    ids: Ids
+    ids: TokenIds
     prompt_length: int  # where the response begins
     mask: Mask
     logprobs: NDArray[np.float32] | None  # NaN where there is none
     rollout: str | None = None  # rows with the same one are parts of the same rollout
-    versions: Ids | None = None  # policy versions, token by token
+    versions: PolicyVersions | None = None  # policy versions, token by token
     skip: str | None = None  # why it can't be recomputed
     problems: list[RowProblem] = field(default_factory=list)
 

@@ -62,7 +62,7 @@ def to_trajectory_group(group: SessionGroup) -> Any:
     trajectories = []
     for item in group.items:
         known = [version for trace in item.trajectory.traces for version in list_version_runs(trace)]
-        rows = list(Exporter().lines(item))
+        rows = list(Exporter().build_lines(item))
         trajectories.append(
             Trajectory(
                 additional_histories=[history(messages_and_choices=[], row=row) for row in rows],

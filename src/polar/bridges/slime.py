@@ -344,7 +344,7 @@ def build_samples(args: Any, templates: Sequence[Any], items: Sequence[SessionIt
 
 
 def _build_session_samples(args: Any, template: Any, item: SessionItem) -> list[Any]:
-    made = [_build_sample(args, template, row) for row in SlimeExporter().lines(item)]
+    made = [_build_sample(args, template, row) for row in SlimeExporter().build_lines(item)]
     if getattr(args, "use_rollout_routing_replay", False):
         for sample, trace in zip(made, item.trajectory.traces, strict=True):
             sample.rollout_routed_experts = require_experts(trace).astype(np.int32)

@@ -21,7 +21,7 @@ class ArtExporter(TraceLines):
     name: ClassVar[str] = "art"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         begin = len(trace.prompt_ids)
         ids = trace_token_ids(trace).tolist()
         mask = pad_over_prompt(trace, trace.loss_mask)

@@ -29,7 +29,7 @@ class AtifExporter(SessionLines):
     name: ClassVar[str] = "atif"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages",))
 
-    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> list[dict[str, Any]]:
         found = [conversation for conversation in collect_branches(item) if not conversation.calls[0].is_raw_completion]
         if not found:
             self.left_out["session without an answered chat"] += 1

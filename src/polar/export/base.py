@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from polar.config import DEFAULT_RUN
 from polar.records import wire
-from polar.records.exchange import Exchange
+from polar.records.exchange import Exchange, TokenIds
 from polar.records.result import SessionResult
 from polar.records.session import Evidence, EvidenceKind, SessionSummary, is_suspicious
 from polar.records.spans import TRAINABLE_ROLES, ExchangeRole
-from polar.records.trajectory import NO_VERSION, Ids, SessionPaths, Trace, Trajectory
+from polar.records.trajectory import NO_VERSION, SessionPaths, Trace, Trajectory
 from polar.trajectory.checker import SessionCheck
 from polar.trajectory.session import SessionCall
 
@@ -135,20 +135,20 @@ class SessionLines(JsonLines):
     """One whose lines are each of one session."""
 
     @abstractmethod
-    def lines(self, item: SessionItem) -> Iterable[Any]: ...
+    def build_lines(self, item: SessionItem) -> Iterable[Any]: ...
 
     def feed(self, item: SessionItem) -> bytes:
-        return self.encode_rows(self.lines(item))
+        return self.encode_rows(self.build_lines(item))
 
 
 class TraceLines(SessionLines):
     """One with a line for each trace."""
 
-    def lines(self, item: SessionItem) -> Iterable[Any]:
-        return [self.row(item, index, trace) for index, trace in enumerate(item.trajectory.traces)]
+    def build_lines(self, item: SessionItem) -> Iterable[Any]:
+        return [self.build_row(item, index, trace) for index, trace in enumerate(item.trajectory.traces)]
 
     @abstractmethod
-    def row(self, item: SessionItem, index: int, trace: Trace) -> Any: ...
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> Any: ...
 
 
 def trace_metadata(item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def trace_metadata(item: SessionItem, index: int, trace: Trace) -> dict[str, Any
     }
 
 
-def trace_token_ids(trace: Trace) -> Ids:
+def trace_token_ids(trace: Trace) -> TokenIds:
     """Prompt and response."""
     return np.concatenate([trace.prompt_ids, trace.response_ids])
 

@@ -53,7 +53,7 @@ class HuggingFaceExporter(ParquetRows):
         self._sft = SftExporter()
 
     def make_rows(self, item: SessionItem) -> Iterator[dict[str, Any]]:
-        for row in self._sft.lines(item):
+        for row in self._sft.build_lines(item):
             try:
                 messages = [message | {"content": _join_text(message.get("content"))} for message in row["messages"]]
             except _PictureError:

@@ -27,7 +27,7 @@ class NemoGymExporter(SessionLines):
     name: ClassVar[str] = "nemo-gym"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "messages", "reward", "logprobs"))
 
-    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> list[dict[str, Any]]:
         return verify_responses(
             item, {name: one.reply_message.parts for name, one in index_conversation_calls(item).items()}
         )

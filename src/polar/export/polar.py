@@ -19,7 +19,7 @@ class PolarExporter(SessionLines):
     name: ClassVar[str] = "polar"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages",))
 
-    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> list[dict[str, Any]]:
         return [render_session_result(item)]
 
 

@@ -31,7 +31,7 @@ class PrimeRlExporter(TraceLines):
     name: ClassVar[str] = "prime-rl"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "logprobs"))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> list[Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> list[Any]:
         ids = trace_token_ids(trace)
         return [
             ids.tolist(),

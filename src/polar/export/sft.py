@@ -23,7 +23,7 @@ class SftExporter(SessionLines):
     name: ClassVar[str] = "sft"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages", "accepted"))
 
-    def lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
         found = collect_branches(item)
         if not found:
             self.left_out["session without an answered call"] += 1

@@ -25,8 +25,9 @@ from polar.engines.tools import flatten_parts, flatten_request
 from polar.export.base import ExportNeed, SessionItem, SessionLines, trace_token_ids
 from polar.export.messages import ConversationCall, index_conversation_calls
 from polar.plugins import load
+from polar.records.exchange import TokenIds
 from polar.records.spans import ExcludedSpan
-from polar.records.trajectory import Ids, SessionPaths, TokenPath, Trace, Trajectory
+from polar.records.trajectory import SessionPaths, TokenPath, Trace, Trajectory
 from polar.rendering.continuation import RecordedTurn, TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import TemplateError
@@ -49,7 +50,7 @@ class SftTokensExporter(SessionLines):
         self._model = None if tokenizer is None else ModelCodec.load(tokenizer)
         self.tokens = 0  # that train
 
-    def lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
         trajectory = item.trajectory if self._model is None else self._render(item, self._model)
         if not trajectory.traces:
             self.left_out[_NO_TOKENS_REASON if self._model is None else "session without an answered call"] += 1
@@ -121,14 +122,14 @@ class _SessionReplay:
     def __init__(self, model: ModelCodec) -> None:
         self._model = model
         self._history = TurnHistory()
-        self._contexts: dict[str, Ids] = {}  # prompt and turn, by exchange
+        self._contexts: dict[str, TokenIds] = {}  # prompt and turn, by exchange
 
     def make_path(self, one: ConversationCall) -> TokenPath | None:
         model, exchange = self._model, one.exchange
         request = flatten_request(one.call.request)
         assert exchange.reply is not None
         parts = [_drop_written_id(part) for part in flatten_parts(exchange.reply.parts)]
-        plan = model.plan(request, self._history, lambda *_: None)
+        plan = model.plan_prompt(request, self._history, lambda *_: None)
         turn = model.encode_turn(request, parts, self._history)
         if turn is None:
             return None

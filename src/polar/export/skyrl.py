@@ -25,7 +25,7 @@ class SkyRlExporter(SessionLines):
     name: ClassVar[str] = "skyrl"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "reward"))
 
-    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> list[dict[str, Any]]:
         return [build_session_output(item, item.group_id, compute_stable_number(item.session.session_id))]
 
 

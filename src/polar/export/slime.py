@@ -31,7 +31,7 @@ class SlimeExporter(TraceLines):
     name: ClassVar[str] = "slime"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         session_id = item.session.session_id
         return {
             "group_index": compute_stable_number(item.group_id),

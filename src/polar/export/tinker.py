@@ -30,14 +30,14 @@ class TinkerExporter(TraceLines):
     name: ClassVar[str] = "tinker"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "logprobs"))
 
-    def lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
         for index, trace in enumerate(item.trajectory.traces):
             if len(trace.prompt_ids):
-                yield self.row(item, index, trace)
+                yield self.build_row(item, index, trace)
             else:
                 self.left_out["trace without a prompt"] += 1
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         ids = trace_token_ids(trace)
         inputs = {
             "target_tokens": _tensor_to_dict(ids[1:].tolist(), "int64"),

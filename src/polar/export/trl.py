@@ -24,7 +24,7 @@ class TrlExporter(TraceLines):
     name: ClassVar[str] = "trl"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         return {
             "prompt_ids": trace.prompt_ids.tolist(),
             "completion_ids": trace.response_ids.tolist(),

@@ -23,7 +23,7 @@ class VerlExporter(TraceLines):
     name: ClassVar[str] = "verl"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         return {
             "prompt_ids": trace.prompt_ids.tolist(),
             "response_ids": trace.response_ids.tolist(),

@@ -50,7 +50,7 @@ SCHEMA = pa.schema(
 
 
 class _Buffer:
-    """Takes what Arrow's writer writes, to be handed on piece by piece."""
+    """A file for Arrow's writer, whose content is taken out piece by piece."""
 
     closed = False
 

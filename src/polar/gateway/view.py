@@ -1,4 +1,4 @@
-"""An exchange as the control plane shows it (the contract's fields)."""
+"""Sessions and exchanges as the control plane shows them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from polar.types import Reply
 
 
 def session_to_dict(record: Session) -> dict[str, Any]:
-    """Everything but the key."""
+    """Converts a session, without its key's hash."""
     return {
         "session_id": record.session_id,
         "run": record.run,
@@ -69,7 +69,7 @@ def exchange_to_dict(record: Exchange, label: CallLabel) -> dict[str, Any]:
 
 
 def _to_list(values: Any) -> list[Any] | None:
-    """JSON has no NaN and no infinity: such log-probabilities are encoded as null."""
+    """Converts an array. NaN and infinite log-probabilities become null in JSON."""
     return None if values is None else values.tolist()
 
 
@@ -80,7 +80,7 @@ def _expand_versions(record: Exchange) -> list[int] | None:
 
 
 def _encode_reply(record: Exchange) -> Raw | Reply | None:
-    """As the harness would have got it whole; the canonical form where its dialect can't say it."""
+    """Encodes the reply as the harness would get it without streaming, or in canonical form if the dialect can't."""
     if record.reply is None:
         return None
     dialect = load("dialects", record.dialect)()

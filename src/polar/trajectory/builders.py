@@ -22,8 +22,8 @@ from polar.records.spans import ExcludedSpan, Span, TokenCounts
 from polar.records.trajectory import (
     NO_VERSION,
     ROOT,
-    Ids,
     Mask,
+    PolicyVersions,
     SessionPaths,
     Term,
     TokenPath,
@@ -126,7 +126,7 @@ def _collect_excluded(session: SessionPaths) -> list[ExcludedSpan]:
     return [excluded for path in _sort_paths(session) for excluded in path.excluded]
 
 
-def _select_trainable_versions(path: TokenPath) -> Ids:
+def _select_trainable_versions(path: TokenPath) -> PolicyVersions:
     if path.versions is None:
         return np.full(path.num_trainable, NO_VERSION, np.int32)
     return path.versions[: path.num_trainable]
@@ -217,7 +217,7 @@ def _make_trace(session: SessionPaths, run: Sequence[TokenPath], total: int) -> 
     response = np.concatenate([last.prompt[context:], last.sampled])
     mask: Mask = np.zeros(len(response), np.uint8)
     logprobs: Logprobs | None = None if first.logprobs is None else np.zeros(len(response), np.float32)
-    versions: Ids = np.full(len(response), NO_VERSION, np.int32)
+    versions: PolicyVersions = np.full(len(response), NO_VERSION, np.int32)
     spans = []
     for path in run:
         start = len(path.prompt) - context

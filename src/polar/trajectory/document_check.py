@@ -14,10 +14,10 @@ from math import isclose
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.records.exchange import Logprobs
+from polar.records.exchange import Logprobs, TokenIds
 from polar.records.session import HeldBackError, HoldReason
 from polar.records.spans import ExcludedSpan
-from polar.records.trajectory import NO_VERSION, Ids, Term, Trace, Trajectory, TreeTrajectory
+from polar.records.trajectory import NO_VERSION, PolicyVersions, Term, Trace, Trajectory, TreeTrajectory
 from polar.trajectory.checker import SessionChecker, is_in_checked_share
 from polar.trajectory.verify import describe_malformed_tree
 from polar.trajectory.verify_rows import MAX_LOGPROB, MIN_LOGPROB, Problem, ProblemKind
@@ -199,7 +199,7 @@ def _follows_directly(tree: TreeTrajectory, before: Term, term: Term) -> bool:
 # Of both
 
 
-def _check_ids(findings: _Findings, ids: Ids, where: str) -> None:
+def _check_ids(findings: _Findings, ids: TokenIds, where: str) -> None:
     wrong = ids < 0
     if wrong.any():
         first = int(wrong.argmax())
@@ -207,7 +207,7 @@ def _check_ids(findings: _Findings, ids: Ids, where: str) -> None:
 
 
 def _check_numbers(
-    findings: _Findings, versions: Ids, logprobs: Logprobs | None, where: str, exchange_id: str | None = None
+    findings: _Findings, versions: PolicyVersions, logprobs: Logprobs | None, where: str, exchange_id: str | None = None
 ) -> None:
     if (versions < 0).any():
         findings.add("version", f"{where}: a sampled token has the version {versions.min()}", exchange_id)

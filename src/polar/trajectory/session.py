@@ -13,13 +13,13 @@ from polar.errors import StoreError
 from polar.harnesses import find_call_patterns
 from polar.plugins import load as load_plugin
 from polar.records import experts, wire
-from polar.records.exchange import Exchange, VersionSpan
+from polar.records.exchange import Exchange, TokenIds, VersionSpan
 from polar.records.session import HeldBackError, Session, SessionSummary
 from polar.records.spans import ExcludedSpan, TokenCounts
 from polar.records.trajectory import (
     NO_VERSION,
-    Ids,
     Image,
+    PolicyVersions,
     SessionPaths,
     TokenPath,
     Trajectory,
@@ -32,7 +32,7 @@ from polar.trajectory.roles import CallLabel, ModelCall, RoleOverrides, assign_r
 from polar.trajectory.teacher import find_logprob_conditions
 from polar.types import Media, Message, Request, ToolResult
 
-NO_IDS: Ids = np.empty(0, np.int32)
+NO_IDS: TokenIds = np.empty(0, np.int32)
 TRACE_BUILDER = "prefix_merging"
 TREE_BUILDER = "prefix_tree"
 """The builder that takes many sessions and hands out a tree."""
@@ -257,7 +257,7 @@ def _find_logit_scale(exchange: Exchange, images: list[Image]) -> float | None:
     return found.temperature if found.skip_reason is None else None
 
 
-def _expand_versions(spans: list[VersionSpan], sampled: int) -> Ids:
+def _expand_versions(spans: list[VersionSpan], sampled: int) -> PolicyVersions:
     versions = np.full(sampled, NO_VERSION, np.int32)
     for span in spans:
         versions[span.start : span.stop] = span.version

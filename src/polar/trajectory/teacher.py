@@ -21,8 +21,8 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from polar.errors import ConfigError
-from polar.records.exchange import Exchange
-from polar.records.trajectory import Ids, Trace
+from polar.records.exchange import Exchange, TokenIds
+from polar.records.trajectory import Trace
 
 _FORWARD_TOKENS = 512
 """Tokens in one forward pass."""
@@ -95,7 +95,7 @@ class _ScoredTokens(Struct):
     """The tokens of one trace whose log-probabilities are asked for. Arrays of one entry each."""
 
     trace: Trace
-    ids: Ids  # prompt and response, whole
+    ids: TokenIds  # prompt and response, whole
     positions: NDArray[np.int64]  # in `ids`
     temperatures: NDArray[np.float32]
     exchanges: list[tuple[str, int]]  # whose sampled token it is, and which
@@ -111,7 +111,7 @@ class Teacher:
         self.vocabulary_size: int = model.get_input_embeddings().num_embeddings
         self.num_computed_tokens = 0  # tokens that went through the model
         self._cache: Any = None
-        self._cached_ids: Ids = np.empty(0, np.int32)
+        self._cached_ids: TokenIds = np.empty(0, np.int32)
         # Plain attention can forget the end of a sequence and take up from there. What keeps a running state or a
         # window can't: such a model reads each trace whole.
         self._forward(np.zeros(2, np.int32), np.zeros(1, np.int64))
@@ -187,7 +187,7 @@ class Teacher:
         return _ScoredTokens(trace, ids, np.array(positions, np.int64), np.array(temperatures, np.float32), exchanges)
 
     def compute_logprobs(
-        self, ids: Ids, positions: NDArray[np.int64], temperatures: NDArray[np.float32]
+        self, ids: TokenIds, positions: NDArray[np.int64], temperatures: NDArray[np.float32]
     ) -> NDArray[np.float32]:
         """Of the tokens at some positions (ascending, none of them the first), each given all that stands before it."""
         torch = self._torch
@@ -208,7 +208,7 @@ class Teacher:
         self._cached_ids = ids[:end]
         return np.concatenate(found)
 
-    def _forward(self, ids: Ids, keep: NDArray[np.int64]) -> Any:
+    def _forward(self, ids: TokenIds, keep: NDArray[np.int64]) -> Any:
         """Goes on from what the cache holds; logits at the places to keep."""
         torch = self._torch
         with torch.inference_mode():
@@ -258,7 +258,7 @@ def _add_differences(wanted: _ScoredTokens, recomputed: NDArray[np.float32], int
     )
 
 
-def _count_common_prefix(a: Ids, b: Ids) -> int:
+def _count_common_prefix(a: TokenIds, b: TokenIds) -> int:
     """How many leading ids are equal."""
     length = min(len(a), len(b))
     unequal = np.flatnonzero(a[:length] != b[:length])

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from polar.records.trajectory import ROOT, Ids, TokenPath
+from polar.records.exchange import TokenIds
+from polar.records.trajectory import ROOT, TokenPath
 
 _FIRST_BLOCK_TOKENS, _MAX_BLOCK_TOKENS = 256, 32 * 1024
 """Tokens compared at once: few at first, where paths part most often, then as many as the processor's cache likes."""
@@ -58,7 +59,7 @@ class TokenTree(Struct):
         """How many there are, each once."""
         return sum(node.stop - node.start for node in self.nodes)
 
-    def get_ids(self, number: int) -> Ids:
+    def get_ids(self, number: int) -> TokenIds:
         """A node's token ids: a view where they lie in one array of its path."""
         node = self.nodes[number]
         path = self.paths[node.path]
@@ -106,7 +107,7 @@ class _KeySequence:
 
     __slots__ = ("context", "length", "prompt", "sampled")
 
-    def __init__(self, prompt: Ids, sampled: Ids) -> None:
+    def __init__(self, prompt: TokenIds, sampled: TokenIds) -> None:
         self.prompt = prompt
         self.sampled = sampled
         self.context = len(prompt)
@@ -115,7 +116,7 @@ class _KeySequence:
     def get_key(self, at: int) -> int:
         return self.prompt.item(at) if at < self.context else self.sampled.item(at - self.context)
 
-    def get_array_from(self, at: int) -> Ids:
+    def get_array_from(self, at: int) -> TokenIds:
         """From `at` to the end of the array that it is in."""
         return self.prompt[at:] if at < self.context else self.sampled[at - self.context :]
 
@@ -157,7 +158,7 @@ def _extend_common_length(left: _KeySequence, right: _KeySequence, at: int) -> i
     return at
 
 
-def _count_common_prefix(left: Ids, right: Ids) -> int:
+def _count_common_prefix(left: TokenIds, right: TokenIds) -> int:
     """The length of the longest common prefix."""
     size = min(len(left), len(right))
     at, block = 0, _FIRST_BLOCK_TOKENS

@@ -20,10 +20,19 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from polar.records.exchange import Exchange, Logprobs
+from polar.records.exchange import Exchange, Logprobs, TokenIds
 from polar.records.session import Session
 from polar.records.spans import TRAINABLE_ROLES, ExchangeRole, ExcludedSpan
-from polar.records.trajectory import NO_VERSION, Ids, Image, Term, TokenPath, Trace, Trajectory, TreeTrajectory
+from polar.records.trajectory import (
+    NO_VERSION,
+    Image,
+    PolicyVersions,
+    Term,
+    TokenPath,
+    Trace,
+    Trajectory,
+    TreeTrajectory,
+)
 from polar.trajectory.verify_contexts import ContextIndex, ExchangeContext
 from polar.trajectory.verify_rows import Problem, ProblemKind, check_records
 
@@ -40,10 +49,10 @@ class RecordedExchange(Struct):
 
     session_id: str
     exchange_id: str
-    prompt: Ids
-    sampled: Ids
+    prompt: TokenIds
+    sampled: TokenIds
     logprobs: Logprobs | None
-    versions: Ids
+    versions: PolicyVersions
     delivered: int
     untrainable: str | None
     role: ExchangeRole
@@ -51,7 +60,7 @@ class RecordedExchange(Struct):
     images: list[Image]
     context: ExchangeContext
 
-    def get_ids(self, start: int, stop: int) -> Ids:
+    def get_ids(self, start: int, stop: int) -> TokenIds:
         """Of the prompt and the sampled tokens, one after the other."""
         edge = len(self.prompt)
         if stop <= edge:
@@ -83,10 +92,10 @@ class RecordedSession:
         self.num_trainable = sum(entry.num_trainable for entry in self.entries.values())
 
     def _make_entry(self, exchange: Exchange, path: TokenPath | None) -> RecordedExchange:
-        none: Ids = np.empty(0, np.int32)
+        none: TokenIds = np.empty(0, np.int32)
         prompt = none if exchange.prompt_ids is None else exchange.prompt_ids
         sampled = none if exchange.sampled_ids is None else exchange.sampled_ids
-        versions: Ids = np.full(len(sampled), _UNKNOWN_VERSION, np.int32)
+        versions: PolicyVersions = np.full(len(sampled), _UNKNOWN_VERSION, np.int32)
         for span in exchange.versions:
             if 0 <= span.version < 2**31:
                 versions[max(span.start, 0) : max(span.stop, 0)] = span.version
@@ -155,7 +164,7 @@ class _TokenAudit:
         self._trained[entry.exchange_id][offset : offset + len(mask)] += mask != 0
 
     def check_numbers(
-        self, entry: RecordedExchange, offset: int, logprobs: Logprobs | None, versions: Ids, where: str
+        self, entry: RecordedExchange, offset: int, logprobs: Logprobs | None, versions: PolicyVersions, where: str
     ) -> None:
         """Log-probabilities and versions that are handed out, against the row's from its sampled token `offset` on."""
         stop = offset + len(versions)
@@ -290,7 +299,7 @@ def _is_exact(recorded: RecordedSession, trace: Trace) -> bool:
     contexts are known to be the beginning of that."""
     length, context = len(trace.response_ids), len(trace.prompt_ids)
     mask = np.zeros(length, np.uint8)
-    versions: Ids = np.full(length, NO_VERSION, np.int32)
+    versions: PolicyVersions = np.full(length, NO_VERSION, np.int32)
     logprobs = None if trace.logprobs is None else np.zeros(length, np.float32)
     reached = 0  # of the response, by spans
     before: RecordedExchange | None = None
@@ -324,7 +333,7 @@ def _is_exact(recorded: RecordedSession, trace: Trace) -> bool:
     )
 
 
-def _begins_exchange(prompt: Ids, response: Ids, entry: RecordedExchange) -> bool:
+def _begins_exchange(prompt: TokenIds, response: TokenIds, entry: RecordedExchange) -> bool:
     """Whether prompt and response together are the first tokens of an exchange, which has as many."""
     edge = len(entry.prompt)
     if len(prompt) > edge:
@@ -373,7 +382,7 @@ def _find_differences(audit: _TokenAudit, recorded: RecordedSession, trace: Trac
 
 
 def _check_ids(
-    audit: _TokenAudit, entry: RecordedExchange, ids: Ids, at: int, offset: int, count: int, where: str
+    audit: _TokenAudit, entry: RecordedExchange, ids: TokenIds, at: int, offset: int, count: int, where: str
 ) -> None:
     """`count` tokens of a sequence from `at` on are an exchange's sampled ones from `offset` on, and before them stands
     exactly its context."""

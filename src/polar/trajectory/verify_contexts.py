@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from polar.records.exchange import Exchange
-from polar.records.trajectory import Ids
+from polar.records.exchange import Exchange, TokenIds
 
-_NO_IDS: Ids = np.empty(0, np.int32)
+_NO_IDS: TokenIds = np.empty(0, np.int32)
 _MAX_LINKS = 8
 """Links that are followed from one exchange to another before they are compared directly."""
 
@@ -25,7 +24,7 @@ class ExchangeContext:
 
     __slots__ = ("base", "num_shared", "prompt", "prompt_hash", "sampled")
 
-    def __init__(self, prompt: Ids, sampled: Ids, base: "ExchangeContext | None", shared: int) -> None:
+    def __init__(self, prompt: TokenIds, sampled: TokenIds, base: "ExchangeContext | None", shared: int) -> None:
         self.prompt = prompt
         self.sampled = sampled
         self.base = base
@@ -87,7 +86,7 @@ class ContextIndex:
         return exchange_id in self._known
 
 
-def _count_shared_with_base(prompt: Ids, base: ExchangeContext) -> int:
+def _count_shared_with_base(prompt: TokenIds, base: ExchangeContext) -> int:
     """How many of the prompt's first tokens are those of `base`."""
     shared = _count_common_prefix(prompt, base.prompt)
     if shared == len(base.prompt):
@@ -95,7 +94,7 @@ def _count_shared_with_base(prompt: Ids, base: ExchangeContext) -> int:
     return shared
 
 
-def _count_common_prefix(a: Ids, b: Ids) -> int:
+def _count_common_prefix(a: TokenIds, b: TokenIds) -> int:
     """The length of the longest common prefix."""
     length = min(len(a), len(b))
     if not length:
@@ -105,5 +104,5 @@ def _count_common_prefix(a: Ids, b: Ids) -> int:
     return at if unequal[at] else length
 
 
-def _to_little_endian(ids: Ids) -> Any:
+def _to_little_endian(ids: TokenIds) -> Any:
     return np.ascontiguousarray(ids, "<i4")

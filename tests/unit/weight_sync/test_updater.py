@@ -19,7 +19,7 @@ from polar.engines.scripted.sampler import expected_logprobs
 from polar.errors import ConfigError
 from polar.gateway.replica_observer import ReplicaObserver
 from polar.records.exchange import Exchange
-from polar.records.result import PauseMode
+from polar.records.policy import PauseMode
 from polar.service import Service
 from polar.weight_sync.base import ProbeFailedError, SyncError
 from polar.weight_sync.probe import Probe, Tolerance

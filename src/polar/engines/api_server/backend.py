@@ -14,8 +14,8 @@ from msgspec import Struct, field
 
 from polar.engines.api_server import wire
 from polar.engines.api_server.output_parser import OutputParser
-from polar.records.exchange import VersionSpan
-from polar.rendering.tokenizer import TokenIds, Tokenizer
+from polar.records.exchange import TokenIds, VersionSpan
+from polar.rendering.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from msgspec import Struct, field
-from numpy.typing import NDArray
 
-TokenIds = NDArray[np.int32]
+from polar.records.exchange import TokenIds
+
 _NO_IDS: TokenIds = np.empty(0, np.int32)
 _MIN_SAVED_TOKENS = 16
 """Tokens that one must save to be worth a copy, or to wait for another sequence that computes them just now."""

@@ -14,8 +14,9 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from polar.records.exchange import TokenIds
 from polar.records.experts import Experts
-from polar.rendering.tokenizer import TokenIds, Tokenizer
+from polar.rendering.tokenizer import Tokenizer
 
 Words = NDArray[np.uint64]
 
