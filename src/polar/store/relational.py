@@ -1,4 +1,4 @@
-"""The store over any database that has the schema: what `sqlite` and `postgres` have in common.
+"""The store over any SQL database: the common part of `sqlite` and `postgres`.
 
 One thread writes on a connection of its own, with group commit; others read.
 """
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LINEAGE_MEMORY_BYTES = 64 * 1024 * 1024
-"""For what the writer keeps of sessions, to store the next exchange by difference."""
+"""Memory for the lineages of sessions, by which the writer stores the next exchange by difference."""
 
 
 class WriterBackend(TransactionBackend, Protocol):
-    """Where the writing thread writes."""
+    """What the writing thread needs of a database."""
 
     @property
     def connection(self) -> WritingConnection: ...
@@ -39,11 +39,11 @@ class WriterBackend(TransactionBackend, Protocol):
 
 
 class ReaderBackend(Protocol):
-    """Where the reading threads read."""
+    """What the reading threads need of a database."""
 
     @property
     def connection(self) -> Connection:
-        """For whichever reading thread it is used in."""
+        """The connection of the reading thread that uses it."""
         ...
 
     @property
@@ -54,7 +54,7 @@ class ReaderBackend(Protocol):
 
     @property
     def driver_error(self) -> type[Exception]:
-        """What the driver raises."""
+        """The base class of the driver's exceptions."""
         ...
 
     def to_store_error(self, error: Exception) -> StoreError: ...
@@ -63,7 +63,7 @@ class ReaderBackend(Protocol):
 
 
 class RelationalStore:
-    """Implements `Store`. A session's exchanges are to be written through one open store at a time; others may read."""
+    """Implements `Store`. A session's exchanges must be written through one open store at a time; others may read."""
 
     def __init__(self, writer: WriterBackend, readers: ReaderBackend, location: str, style: ParameterStyle) -> None:
         self._location = location
@@ -105,20 +105,21 @@ class RelationalStore:
         """Runs `work` in the writing thread, inside a transaction that it may share with other work; returns its result
         once that is durable.
 
-        It may be run several times, though only the last one stays: when something else in the same transaction fails,
-        or when the connection is lost. In that last case the one before is over, but may have been committed all the
-        same. So it must be idempotent in the database, and may change nothing but the database.
+        The work may run several times: when other work in the transaction fails, or when the connection is lost. In
+        the latter case the previous run may have been committed all the same. So `work` must be idempotent in the
+        database, and must change nothing else.
 
-        A statement that fails may raise only later, and at any place; `work` must let that pass. What it raises on
-        purpose is a StoreError: that undoes this work alone, and reaches the caller as it is."""
+        A failed statement may raise only later, anywhere in `work`, which must not catch that. To fail on purpose,
+        `work` raises a StoreError: that undoes this work alone, and reaches the caller unchanged."""
         return await self._group_commit.submit(lambda: work(self._connection))
 
     async def query(self, work: Callable[[Connection], T]) -> T:
-        """Runs `work` in a reading thread. Each statement is by itself: it sees what is committed when it begins."""
+        """Runs `work` in a reading thread, without a transaction: each statement sees what is committed when it
+        begins."""
         return await self._read(lambda: work(self._readers.connection))
 
     async def ensure_store_id(self) -> str:
-        """Whoever has the same one shares the store."""
+        """Returns the store's id, by which two processes see whether they share a store."""
         return await self._group_commit.submit(self._recorder.ensure_store_id)
 
     async def create_session(self, session: Session) -> None:
@@ -158,16 +159,16 @@ class RelationalStore:
         return await self._read(lambda: self._reader.list_sessions(limit, before))
 
     async def read_exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
-        reading = self._reader.scan_exchanges(session_id)
-        while some := await self._read(reading.read_batch):
-            for exchange in some:
+        scan = self._reader.scan_exchanges(session_id)
+        while batch := await self._read(scan.read_batch):
+            for exchange in batch:
                 yield exchange
 
     async def read_sessions(self, session_ids: Iterable[str | None]) -> AsyncIterator[list[SessionRecord]]:
-        reading = self._reader.read_sessions(session_ids)
-        while (some := await self._read(lambda: next(reading, None))) is not None:
-            if some:
-                yield some
+        batches = self._reader.read_sessions(session_ids)
+        while (batch := await self._read(lambda: next(batches, None))) is not None:
+            if batch:
+                yield batch
 
     async def export_session(self, session_id: str) -> bytes:
         return await self._read(lambda: self._reader.export_session(session_id))
@@ -186,7 +187,7 @@ class RelationalStore:
         return await self._read(lambda: self._reader.read_next_seq(session_id))
 
     async def close(self) -> None:
-        """Writes what is waiting, then closes. Calling it again does no harm."""
+        """Writes what is waiting, then closes. It may be called again."""
         self._closed = True
         await self._group_commit.close()
         await asyncio.to_thread(self._reader_threads.shutdown)

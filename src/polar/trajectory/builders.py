@@ -1,4 +1,4 @@
-"""Builders: what a trainer gets of a session, as walks over the token tree.
+"""Builders make traces and trees for trainers, as walks over the token tree.
 
     per_request      a trace per exchange
     prefix_merging   a trace for each run of exchanges that extend one another, token for token
@@ -70,18 +70,18 @@ def prefix_tree(sessions: Sequence[SessionPaths]) -> TreeTrajectory:
     terms = []
     for index, path in enumerate(tree.paths):
         versions = _select_trainable_versions(path)
-        for stretch in tree.list_sampled_spans(index):
-            stop = stretch.offset + stretch.stop - stretch.start
+        for span in tree.list_sampled_spans(index):
+            stop = span.offset + span.stop - span.start
             term = Term(
                 session_id=path.session_id,
                 exchange_id=path.exchange_id,
-                node=stretch.node,
-                start=stretch.start,
-                stop=stretch.stop,
-                offset=stretch.offset,
-                logprobs=None if path.logprobs is None else path.logprobs[stretch.offset : stop],
-                policy_versions=versions[stretch.offset : stop],
-                weight=(stop - stretch.offset) / totals[path.session_id],
+                node=span.node,
+                start=span.start,
+                stop=span.stop,
+                offset=span.offset,
+                logprobs=None if path.logprobs is None else path.logprobs[span.offset : stop],
+                policy_versions=versions[span.offset : stop],
+                weight=(stop - span.offset) / totals[path.session_id],
                 scale=path.scale,
             )
             terms.append(term)
@@ -112,7 +112,7 @@ def _sort_paths(session: SessionPaths) -> list[TokenPath]:
 
 
 def _select_trainable_paths(session: SessionPaths) -> list[TokenPath]:
-    """The paths that train, cut behind their last trainable token."""
+    """Selects the paths with trainable tokens, cut behind the last of these."""
     return [
         path
         if path.num_trainable == len(path.sampled)
@@ -140,14 +140,14 @@ def _collect_turn_rewards(paths: Iterable[TokenPath]) -> dict[str, float]:
 
 
 def _merge_runs(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
-    """The given paths in runs, each of which extends the one before it.
+    """Merges the given paths into runs, in which each path extends the one before it.
 
     A path can follow another that ends where its prompt ends, or above that in the tree. So the tree is walked from the
-    leaves to the roots: where a prompt ends, its path begins to wait for one to follow; where a path ends, one of those
-    that wait below follows it, if any does. All of them could as well follow whatever ends further up. So whichever is
-    taken, there are as few runs as there can be; and since the deepest ends are served first, those that none follows,
-    up to which a trainer computes, are as little deep as can be. One of the same agent is taken first, then the one
-    whose run has the most trainable tokens, then the earliest.
+    leaves to the roots: where a prompt ends, its path begins to wait for a predecessor; where a path ends, one of the
+    waiting paths below follows it, if there is any. All of them could as well follow a path that ends further up, so
+    whichever is chosen, the number of runs is minimal. The deepest ends are served first, so the ends without a
+    successor, up to which a trainer computes, are as shallow as possible. A path of the same agent is chosen first,
+    then the one whose run has the most trainable tokens, then the earliest.
     """
     paths = tree.paths
     prompt_ends, path_ends = 1, 0  # at the same depth, prompts come first: a path can follow one that ends right there
@@ -162,20 +162,23 @@ def _merge_runs(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
     successor: dict[int, int] = {}
     waiting: list[list[int]] = [[] for _ in tree.nodes]
     for number in reversed(range(len(tree.nodes))):
-        here, waiting[number] = waiting[number], []
+        candidates, waiting[number] = waiting[number], []
         for _, kind, index in sorted(points[number], reverse=True):
             if kind == prompt_ends:
-                here.append(index)
-            elif here:
+                candidates.append(index)
+            elif candidates:
                 agent = _get_agent_key(paths[index])
-                best = min(here, key=lambda it: (_get_agent_key(paths[it]) != agent, -trainable[it], it))
-                here.remove(best)
+                best = min(
+                    candidates,
+                    key=lambda path: (_get_agent_key(paths[path]) != agent, -trainable[path], path),
+                )
+                candidates.remove(best)
                 successor[index] = best
                 trainable[index] += trainable[best]
         if (parent := tree.nodes[number].parent) != ROOT:
-            fewer, more = sorted((here, waiting[parent]), key=len)
-            more.extend(fewer)
-            waiting[parent] = more
+            shorter, longer = sorted((candidates, waiting[parent]), key=len)
+            longer.extend(shorter)
+            waiting[parent] = longer
 
     runs = []
     for first in set(members) - set(successor.values()):
@@ -211,7 +214,7 @@ def _make_trajectory(
 
 
 def _make_trace(session: SessionPaths, run: Sequence[TokenPath], total: int) -> Trace:
-    """Each path of a run begins with all of the one before it, so the last one's tokens are the trace's."""
+    """Makes the trace of a run. Each path begins with the whole path before it, so the last one has all tokens."""
     first, last = run[0], run[-1]
     context = len(first.prompt)
     response = np.concatenate([last.prompt[context:], last.sampled])
@@ -251,8 +254,8 @@ def _make_trace(session: SessionPaths, run: Sequence[TokenPath], total: int) -> 
 
 
 def _merge_experts(run: Sequence[TokenPath]) -> Experts | None:
-    """Of each token where it was computed first: paths that came later found its keys and values there. None where one
-    of them does not tell."""
+    """Merges the experts of a run's paths. Each token has those of the path that computed it first; later paths found
+    its keys and values in the cache. Returns None if a path has no experts."""
     pieces: list[Experts] = []
     at = 0
     for path in run:

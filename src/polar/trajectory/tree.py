@@ -56,11 +56,11 @@ class TokenTree(Struct):
 
     @property
     def num_tokens(self) -> int:
-        """How many there are, each once."""
+        """The number of unique tokens."""
         return sum(node.stop - node.start for node in self.nodes)
 
     def get_ids(self, number: int) -> TokenIds:
-        """A node's token ids: a view where they lie in one array of its path."""
+        """Returns a node's token ids, as a view if they are in one array of its path."""
         node = self.nodes[number]
         path = self.paths[node.path]
         context = len(path.prompt)
@@ -71,28 +71,28 @@ class TokenTree(Struct):
         return np.concatenate([path.prompt[node.start :], path.sampled[: node.stop - context]])
 
     def find_node(self, path: int, depth: int) -> int:
-        """The node that holds the last of a path's first `depth` tokens."""
+        """Returns the node that has the last of a path's first `depth` tokens."""
         number = self.ends[path]
         while number != ROOT and self.nodes[number].start >= depth:
             number = self.nodes[number].parent
         return number
 
     def list_sampled_spans(self, path: int) -> list[NodeSpan]:
-        """Where a path's sampled tokens are, from first to last."""
+        """Lists the spans of a path's sampled tokens, from first to last."""
         context = len(self.paths[path].prompt)
         end = context + len(self.paths[path].sampled)
-        found = []
+        spans = []
         number = self.ends[path]
         while number != ROOT and (node := self.nodes[number]).stop > context:
             start, stop = max(node.start, context), min(node.stop, end)
             if start < stop:
-                found.append(NodeSpan(path, number, start - node.start, stop - node.start, start - context))
+                spans.append(NodeSpan(path, number, start - node.start, stop - node.start, start - context))
             number = node.parent
-        return found[::-1]
+        return spans[::-1]
 
 
 def build_token_tree(paths: Sequence[TokenPath]) -> TokenTree:
-    """The tree of the given paths, of one session or of many."""
+    """Builds the tree of paths, which may be of several sessions."""
     builder = _TreeBuilder(_make_key_sequences(paths))
     for index in range(len(paths)):
         builder.add(index)
@@ -117,49 +117,50 @@ class _KeySequence:
         return self.prompt.item(at) if at < self.context else self.sampled.item(at - self.context)
 
     def get_array_from(self, at: int) -> TokenIds:
-        """From `at` to the end of the array that it is in."""
+        """Returns the keys from `at` to the end of the array that it is in."""
         return self.prompt[at:] if at < self.context else self.sampled[at - self.context :]
 
 
 def _make_key_sequences(paths: Sequence[TokenPath]) -> list[_KeySequence]:
-    """Ids are keys already; a prompt with images gets a copy with theirs in it. Images are the same where placeholder
-    and digest are. They are numbered in sorted order, so that the numbers don't depend on the order of the paths."""
-    seen = {look for path in paths if path.images for look in _collect_image_keys(path).values()}
-    numbers = {look: index - len(seen) for index, look in enumerate(sorted(seen))}
-    lines = []
+    """Makes the keys of paths. Ids are keys already; in a prompt with images, the keys of the images replace their
+    first placeholders. Images with the same placeholder and digest have the same key. Keys are numbered in sorted
+    order, so that they don't depend on the order of the paths."""
+    images = {image for path in paths if path.images for image in _collect_image_keys(path).values()}
+    numbers = {image: index - len(images) for index, image in enumerate(sorted(images))}
+    sequences = []
     for path in paths:
         prompt = path.prompt
         if path.images:
             prompt = prompt.copy()
-            for position, look in _collect_image_keys(path).items():
-                prompt[position] = numbers[look]
-        lines.append(_KeySequence(prompt, path.sampled))
-    return lines
+            for position, image in _collect_image_keys(path).items():
+                prompt[position] = numbers[image]
+        sequences.append(_KeySequence(prompt, path.sampled))
+    return sequences
 
 
 def _collect_image_keys(path: TokenPath) -> dict[int, tuple[int, tuple[bytes, ...]]]:
-    """By position: the placeholder's own id, and the digests of what stands there (more than one where an image has no
+    """Collects by position the placeholder's id and the digests of the images there (several if an image has no
     placeholders of its own)."""
     digests: dict[int, tuple[bytes, ...]] = {}
     for image in path.images:
         digests[image.position] = (*digests.get(image.position, ()), image.digest)
-    return {position: (path.prompt.item(position), found) for position, found in digests.items()}
+    return {position: (path.prompt.item(position), image_digests) for position, image_digests in digests.items()}
 
 
 def _extend_common_length(left: _KeySequence, right: _KeySequence, at: int) -> int:
-    """How far two lines are the same that are known to be so up to `at`."""
+    """Returns how long the common prefix of two sequences is, which are equal up to `at`."""
     stop = min(left.length, right.length)
     while at < stop:
-        one, other = left.get_array_from(at), right.get_array_from(at)
-        shared = _count_common_prefix(one, other)
+        left_keys, right_keys = left.get_array_from(at), right.get_array_from(at)
+        shared = _count_common_prefix(left_keys, right_keys)
         at += shared
-        if shared < min(len(one), len(other)):
+        if shared < min(len(left_keys), len(right_keys)):
             break
     return at
 
 
 def _count_common_prefix(left: TokenIds, right: TokenIds) -> int:
-    """The length of the longest common prefix."""
+    """Returns the length of the longest common prefix."""
     size = min(len(left), len(right))
     at, block = 0, _FIRST_BLOCK_TOKENS
     while at < size:
