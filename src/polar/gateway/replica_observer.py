@@ -43,10 +43,10 @@ class ReplicaObserver:
 
     def on_version_changed(self, version: int, *, frozen: bool) -> None:
         """Notes that the weights changed under this call. If it stood frozen, the boundary is after the tokens so far;
-        otherwise it is unknown. It is unknown, too, if no token has come yet: an engine that does not stream may have
-        sampled some."""
+        otherwise it is unknown. Before the first token, it is known only if tokens are streamed: an engine that replies
+        whole may have sampled some."""
         record = self.record
-        boundary_known = frozen and bool(record.sampled)
+        boundary_known = frozen and (bool(record.sampled) or record.tokens_come_at_once)
         self._versions.record_change(
             version, len(record.sampled), record.reported_versions, boundary_known=boundary_known
         )
