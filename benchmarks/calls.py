@@ -15,8 +15,7 @@ from msgspec import Raw, Struct, json
 
 from polar.dialects.base import Dialect
 from polar.plugins import load
-from polar.records.exchange import Exchange, VersionSpan
-from polar.records.trajectory import Ids
+from polar.records.exchange import Exchange, TokenIds, VersionSpan
 from polar.types import Message, Part, Reply, Request, SamplingParams, Text, Tool, ToolCall, ToolResult
 
 TURNS = 10
@@ -218,5 +217,5 @@ def count_tokens(exchange: Exchange) -> int:
     return len(exchange.prompt_ids) + len(exchange.sampled_ids)
 
 
-def draw_ids(rng: np.random.Generator, count: int) -> Ids:
+def draw_ids(rng: np.random.Generator, count: int) -> TokenIds:
     return rng.integers(0, _VOCABULARY_SIZE, count, dtype=np.int32)

@@ -115,7 +115,7 @@ async def shown_documents(store_url: str, data: Path) -> dict[str, bytes]:
             answer = await it.http.get(path)
             assert answer.status_code == 200, answer.text
             made[f"shown/{name}.json"] = answer.content
-        for session in await it.store.sessions():
+        for session in await it.store.list_sessions():
             answer = await it.http.get(f"/sessions/{session.session_id}/exchanges")
             made[f"shown/exchanges/{session.session_id}.json"] = answer.content
     return made

@@ -15,9 +15,9 @@ import numpy as np
 from msgspec import Struct
 
 from polar.engines.scripted.sampler import context_states, expected_logprobs
-from polar.records.exchange import Exchange, Logprobs
+from polar.records.exchange import Exchange, Logprobs, TokenIds
 from polar.records.spans import ExcludedSpan, Span
-from polar.records.trajectory import Ids, Trajectory, TreeTrajectory
+from polar.records.trajectory import Trajectory, TreeTrajectory
 
 _VERSION = 0  # of the policy, all the time
 
@@ -25,7 +25,7 @@ _VERSION = 0  # of the policy, all the time
 class TrainingSequence(Struct):
     """A sequence as it goes through a trainer's model. Spans and log-probabilities are by positions in `ids`."""
 
-    ids: Ids
+    ids: TokenIds
     logprobs: Logprobs
     spans: list[Span]
 
@@ -96,7 +96,7 @@ def from_tree(tree: TreeTrajectory) -> BuiltSession:
     return BuiltSession("prefix_tree", 1 if trained else 0, len(tree.ids), trained, tree.excluded)
 
 
-def _collect_path(tree: TreeTrajectory, node: int) -> Ids:
+def _collect_path(tree: TreeTrajectory, node: int) -> TokenIds:
     pieces = []
     while node >= 0:
         pieces.append(tree.ids[tree.starts[node] : tree.starts[node + 1]])
@@ -104,7 +104,7 @@ def _collect_path(tree: TreeTrajectory, node: int) -> Ids:
     return np.concatenate(pieces[::-1])
 
 
-def _count_wrong_contexts(ids: Ids, span: Span, exchange: Exchange) -> int:
+def _count_wrong_contexts(ids: TokenIds, span: Span, exchange: Exchange) -> int:
     assert exchange.prompt_ids is not None
     assert exchange.sampled_ids is not None
     if span.start != len(exchange.prompt_ids) + span.offset:

@@ -21,9 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.fidelity.counts import BuiltSession, TrainingSequence
-from polar.records.exchange import Exchange
+from polar.records.exchange import Exchange, TokenIds
 from polar.records.spans import Span
-from polar.records.trajectory import Ids
 
 NAME = "prompt_merging"
 _ENDS_ITSELF = ("stop", "tool_calls")
@@ -76,7 +75,7 @@ def _merge_chain(chain: Sequence[Exchange]) -> TrainingSequence:
     return TrainingSequence(np.concatenate(pieces), np.concatenate(logprobs), spans)
 
 
-def _find_between(before: Exchange, call: Exchange, end: int | None) -> Ids | None:
+def _find_between(before: Exchange, call: Exchange, end: int | None) -> TokenIds | None:
     """What a prompt has between the earlier turn and its own; None where no end-of-turn token says so."""
     beyond = _get_prompt(call)[len(_get_prompt(before)) :]
     if end is None or end not in beyond:
@@ -85,15 +84,15 @@ def _find_between(before: Exchange, call: Exchange, end: int | None) -> Ids | No
     return beyond[at + 1 :] if _get_sampled(before)[-1] == end else beyond[at:]
 
 
-def _begins_with(prompt: Ids, beginning: Ids) -> bool:
+def _begins_with(prompt: TokenIds, beginning: TokenIds) -> bool:
     return len(beginning) <= len(prompt) and bool(np.array_equal(prompt[: len(beginning)], beginning))
 
 
-def _get_prompt(call: Exchange) -> Ids:
+def _get_prompt(call: Exchange) -> TokenIds:
     assert call.prompt_ids is not None
     return call.prompt_ids
 
 
-def _get_sampled(call: Exchange) -> Ids:
+def _get_sampled(call: Exchange) -> TokenIds:
     assert call.sampled_ids is not None
     return call.sampled_ids

@@ -119,7 +119,7 @@ async def record(
         finally:
             ended = await service.sessions.end(session.session_id)
         assert ended is not None
-        exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
+        exchanges = [exchange async for exchange in service.store.read_exchanges(session.session_id)]
     _check_turns(agent, exchanges, turns)
     return RecordedSession(ended, exchanges)
 

@@ -36,7 +36,7 @@ async def _run_sessions(form: Form, service: Service, data: Path) -> AsyncIterat
     if form == "none":
         yield
         return
-    store_id = await service.data_plane.store.store_id()
+    store_id = await service.data_plane.store.ensure_store_id()
     leasing = service.rollout.lease_manager
     if form != "node":
         calls = make_conversation(LONG_TURNS)[0] if form == "long" else []

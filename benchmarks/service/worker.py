@@ -129,7 +129,7 @@ async def serve(server_url: str, name: str, data: Path, store: str | None) -> No
     async with (
         RemoteServer(server_url, None) as server,
         DataPlane(build_settings(store), data, engines=False) as plane,
-        run_worker(make_no_op_worker(server, plane, await plane.store.store_id(), name)),
+        run_worker(make_no_op_worker(server, plane, await plane.store.ensure_store_id(), name)),
     ):
         print_message(Address(server_url))
         await wait_for_input_end()

@@ -39,8 +39,9 @@ from benchmarks.process import run_async
 from benchmarks.report import MB, Promise, describe_machine, promise_table
 from benchmarks.trajectory import rendering
 from benchmarks.trajectory.rendering import OWN, RenderingCost
+from polar.records.exchange import TokenIds
 from polar.records.session import Session
-from polar.records.trajectory import Ids, SessionPaths
+from polar.records.trajectory import SessionPaths
 from polar.records.trajectory import TokenPath as TokenPath
 from polar.store.sqlite import open_sqlite_store
 from polar.trajectory import builders
@@ -202,7 +203,7 @@ def _make_session(
     turns: int,
     tokens: int,
     *,
-    prompt: Ids | None = None,
+    prompt: TokenIds | None = None,
     drops_thinking: bool = False,
     subagents: int = 0,
 ) -> list[TokenPath]:
@@ -257,7 +258,7 @@ QUICK = TrajectoryPlan(
 )
 
 
-def _make_path(seq: int, prompt: Ids, sampled: Ids) -> TokenPath:
+def _make_path(seq: int, prompt: TokenIds, sampled: TokenIds) -> TokenPath:
     logprobs, versions = np.zeros(len(sampled), np.float32), np.zeros(len(sampled), np.int32)
     return TokenPath("bench", f"x{seq}", seq, prompt, sampled, logprobs, versions, len(sampled))
 

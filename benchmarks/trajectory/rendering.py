@@ -111,7 +111,7 @@ def _measure_rendering(folder: str, near: range) -> tuple[int, list[float], list
     for seq in range(_TURNS_AT_MOST):
         request = talk.request()
         began = time.thread_time()
-        plan = model.plan(request, history, lambda _known, _shown: None)
+        plan = model.plan_prompt(request, history, lambda _known, _shown: None)
         new = model.encoder.encode(plan.text, first=plan.base is None)
         took = time.thread_time() - began
         if last is not None and (plan.base is None or plan.base.turn is not last or plan.base.sampled_tokens is None):
@@ -213,7 +213,7 @@ async def _measure_gateway_share(folder: str, near: range) -> tuple[list[float],
 
 
 async def _read_exchange(service: DataPlane, session_id: str, seq: int) -> Exchange:
-    return [exchange async for exchange in service.store.exchanges(session_id)][seq]
+    return [exchange async for exchange in service.store.read_exchanges(session_id)][seq]
 
 
 def _encode_generate(exchange: Exchange) -> bytes:

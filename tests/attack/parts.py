@@ -290,7 +290,7 @@ class Bench:
         return [orphan for session in sessions for orphan in generations.list_orphans(session)]
 
     async def exchanges(self) -> list[Exchange]:
-        return [exchange async for exchange in self.service.store.exchanges(self.session_id)]
+        return [exchange async for exchange in self.service.store.read_exchanges(self.session_id)]
 
     async def ask(self, dialect: Dialect = CHAT, *, stream: bool = False, text: str = "hi", **changes: Any) -> Answer:
         return await ask(self.url, self.key, dialect, stream=stream, text=text, **changes)
@@ -309,7 +309,7 @@ async def recorded(service: Service | DataPlane, session_id: str, count: int) ->
     found: list[Exchange] = []
 
     async def are_there() -> bool:
-        found[:] = [exchange async for exchange in service.store.exchanges(session_id)]
+        found[:] = [exchange async for exchange in service.store.read_exchanges(session_id)]
         return len(found) >= count and not any(replica.running for replica in service.pool.replicas)
 
     try:

@@ -104,7 +104,7 @@ async def test_a_stream_cut_at_every_byte(tmp_path: Path) -> None:
 async def recorded_at_once(bench: Bench, session_id: str) -> list[Exchange]:
     """What is recorded of a session whose one call was answered, with the correction that may follow at once."""
     await bench.service.sessions.end(session_id)
-    return [exchange async for exchange in bench.service.store.exchanges(session_id)]
+    return [exchange async for exchange in bench.service.store.read_exchanges(session_id)]
 
 
 async def test_a_stream_in_single_bytes_is_whole(tmp_path: Path) -> None:

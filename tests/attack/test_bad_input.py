@@ -45,7 +45,7 @@ async def it(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
         yield made
         # Whatever came in and was answered can be shown.
         async with aiohttp.ClientSession() as http:
-            for session in await made.service.store.sessions(limit=1000):
+            for session in await made.service.store.list_sessions(limit=1000):
                 url = f"{made.service.control_url}/sessions/{session.session_id}/exchanges"
                 async with http.get(url) as shown:
                     assert shown.status == 200
@@ -483,7 +483,7 @@ async def test_keys_in_every_place(it: Bench, dialect: Dialect) -> None:
 async def test_a_key_opens_its_own_session_only(it: Bench) -> None:
     other, key = await it.service.sessions.create({})
     await ask(it.url, key)
-    (exchange,) = [exchange async for exchange in it.service.store.exchanges(other.session_id)]
+    (exchange,) = [exchange async for exchange in it.service.store.read_exchanges(other.session_id)]
     assert exchange.session_id == other.session_id
 
 
@@ -781,7 +781,7 @@ async def test_a_session_that_ends_while_its_request_is_being_read(it: Bench) ->
         await it.service.sessions.end(session.session_id)
         await wire.send(good(CHAT)[-1:])
         refused(CHAT, await wire.answer(), 401)
-    assert [exchange async for exchange in it.service.store.exchanges(session.session_id)] == []
+    assert [exchange async for exchange in it.service.store.read_exchanges(session.session_id)] == []
 
 
 async def test_counting_is_no_worse(it: Bench) -> None:

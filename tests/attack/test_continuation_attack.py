@@ -100,7 +100,7 @@ async def test_a_branch_behind_a_prompt_that_is_only_its_opening(tmp_path: Path)
             await ask(client, service.gateway_url, [user("")])
             dropped = {"role": "assistant", "content": "word one"}  # without its thinking
             await ask(client, service.gateway_url, [user(""), dropped, user("go")])
-        exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
+        exchanges = [exchange async for exchange in service.store.read_exchanges(session.session_id)]
     recorded = [exchange.prompt_ids.tolist() for exchange in exchanges if exchange.prompt_ids is not None]
     assert len(recorded) == 2
     assert engine.prompts[-2:] == recorded  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def test_a_template_completes_a_spelling_on_both_sides(name: str) -> None:
     base = Tokenizer.load(TOKENIZER_FOLDER)
     model = ModelCodec(Tokenizer(base.backend, base.special_tokens, ChatTemplate(_GLUED, base.special_tokens)))
     request = Request(model="m", messages=[Message("user", [Text("x")], name=name)])
-    plan = model.plan(request, TurnHistory(), lambda _, __: None)
+    plan = model.plan_prompt(request, TurnHistory(), lambda _, __: None)
     first = model.encoder.encode(plan.text).tolist()[0]
     assert first not in model.encoder.control_tokens.values()
 

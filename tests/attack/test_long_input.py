@@ -91,15 +91,17 @@ async def test_a_body_beyond_the_limit_is_refused_unread(it: Stack, dialect: Dia
 
 async def test_the_limit_of_a_body_follows_from_the_context(it: Stack) -> None:
     gateway = it.service.data_plane.gateway
-    assert gateway.prompt_renderer.body_limit(it.service.pool) == 16 * 1024 * 1024  # a short context: room for pictures
+    assert (
+        gateway.prompt_renderer.compute_body_limit(it.service.pool) == 16 * 1024 * 1024
+    )  # a short context: room for pictures
     capabilities = it.service.pool.replicas[0].engine.capabilities
     try:
         capabilities.context_length = 1_000_000
         assert (
-            gateway.prompt_renderer.body_limit(it.service.pool) == 1_000_000 * 48 + 2**20
+            gateway.prompt_renderer.compute_body_limit(it.service.pool) == 1_000_000 * 48 + 2**20
         )  # its longest token has 48 bytes
         capabilities.context_length = 2_000_000
-        assert gateway.prompt_renderer.body_limit(it.service.pool) == 64 * 1024 * 1024
+        assert gateway.prompt_renderer.compute_body_limit(it.service.pool) == 64 * 1024 * 1024
     finally:
         capabilities.context_length = CONTEXT
 

@@ -108,7 +108,7 @@ def text_of(exchange: Exchange) -> str:
 
 def request_text(exchange: Exchange) -> str:
     """The number that a request carries, out of whatever shape its dialect has."""
-    text = msgspec.json.encode(exchange.request_body()).decode()
+    text = msgspec.json.encode(exchange.build_request_body()).decode()
     return text[text.index("call number ") :].split('"')[0]
 
 
@@ -146,7 +146,7 @@ async def test_everyone_gets_their_own_reply(tmp_path: Path, sessions: int) -> N
         await quiet(it.service, parrot)
         seen = []
         for session, _ in keys:
-            found = [exchange async for exchange in it.service.store.exchanges(session.session_id)]
+            found = [exchange async for exchange in it.service.store.read_exchanges(session.session_id)]
             assert sorted(exchange.seq for exchange in found) == list(range(len(found)))
             for exchange in found:
                 text = request_text(exchange)

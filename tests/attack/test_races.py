@@ -276,7 +276,7 @@ async def test_a_session_that_ends_under_fire(tmp_path: Path) -> None:
             assert await it.service.sessions.end(session.session_id)
             ended.set()
             await asyncio.gather(*callers)
-            found = [exchange async for exchange in it.service.store.exchanges(session.session_id)]
+            found = [exchange async for exchange in it.service.store.read_exchanges(session.session_id)]
             assert sum(exchange.status == "complete" for exchange in found) >= answered
             assert len({exchange.seq for exchange in found}) == len(found)
 
@@ -459,7 +459,7 @@ async def test_stopping_records_all_that_was_sampled(tmp_path: Path) -> None:
             await asyncio.gather(*callers)
         assert all(b'"error"' in text for text in rest)
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}")
-    found = [exchange async for exchange in store.exchanges(session_id)]
+    found = [exchange async for exchange in store.read_exchanges(session_id)]
     await store.close()
     cut = [exchange for exchange in found if sampled(exchange)]
     assert len(cut) >= 3
@@ -482,7 +482,7 @@ async def test_stopping_while_a_reply_is_on_its_way(tmp_path: Path) -> None:
             assert exchange.status == "complete"
             await it.service.__aexit__(None, None, None)
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}")
-    (exchange,) = [exchange async for exchange in store.exchanges(session_id)]
+    (exchange,) = [exchange async for exchange in store.read_exchanges(session_id)]
     await store.close()
     assert (exchange.status, exchange.delivered, sampled(exchange)) == ("partial", 0, [11, 12, 2])
 
@@ -536,7 +536,7 @@ async def test_sigterm_loses_nothing(tmp_path: Path) -> None:
         await asyncio.gather(*readers)
         assert await asyncio.wait_for(process.wait(), 120) == 0
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}")
-    found = [exchange async for exchange in store.exchanges(session.session_id)]
+    found = [exchange async for exchange in store.read_exchanges(session.session_id)]
     await store.close()
     assert len(found) == 12
     replies = []

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from polar.export.base import SessionItem
 from polar.plugins import load, names
-from polar.records.exchange import Logprobs
-from polar.records.trajectory import Ids
+from polar.records.exchange import Logprobs, TokenIds
 from polar.testing import ExporterContract
 from polar.testing.exporters import ExportedTrace
 from tests.unit.export import reading
@@ -46,7 +45,7 @@ class _Calls(_Format):
             yield _call(exchange.prompt_ids, exchange.sampled_ids, exchange.logprobs, item.session_paths.reward)
 
 
-def _call(prompt: Ids, sampled: Ids, logprobs: Logprobs | None, reward: float | None) -> ExportedTrace:
+def _call(prompt: TokenIds, sampled: TokenIds, logprobs: Logprobs | None, reward: float | None) -> ExportedTrace:
     known: Sequence[float] | None = None if logprobs is None else [0.0] * len(prompt) + logprobs.tolist()
     mask = [0] * len(prompt) + [1] * len(sampled)
     return ExportedTrace.make([*prompt.tolist(), *sampled.tolist()], mask, known, reward)

@@ -110,7 +110,7 @@ async def test_sessions_verify_and_are_one_trace_each(recorder: Recorder, tmp_pa
     async with Service(settings, tmp_path) as service:
         await met(service, recorder)
         for session_id in await asyncio.gather(*(talk(service, number) for number in range(SESSIONS))):
-            of_session = [exchange async for exchange in service.store.exchanges(session_id)]
+            of_session = [exchange async for exchange in service.store.read_exchanges(session_id)]
             check_continued(of_session)
             exchanges += of_session
             merged = prefix_merging(await sessions.load_session_paths(service.store, session_id))

@@ -99,11 +99,11 @@ async def talk(service: Service, number: int, over: asyncio.Event) -> list[Excha
                 f"{service.gateway_url}/v1/chat/completions", json=body | {"stream": True}, headers=headers
             ) as response:
                 assert b"[DONE]" in await response.read()
-            told = [exchange async for exchange in service.store.exchanges(session.session_id)][-1]
+            told = [exchange async for exchange in service.store.read_exchanges(session.session_id)][-1]
             assert told.reply is not None
             text = "".join(getattr(part, "text", "") for part in told.reply.parts)
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
-    return [exchange async for exchange in service.store.exchanges(session.session_id)]
+    return [exchange async for exchange in service.store.read_exchanges(session.session_id)]
 
 
 def differences(exchanges: list[Exchange], version: int, model: Any) -> Iterator[float]:

@@ -38,7 +38,7 @@ class Setup:
         await self.google.aclose()
 
     async def exchanges(self) -> list[Exchange]:
-        return [exchange async for exchange in self.service.store.exchanges(self.session_id)]
+        return [exchange async for exchange in self.service.store.read_exchanges(self.session_id)]
 
 
 @asynccontextmanager

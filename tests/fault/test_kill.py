@@ -94,7 +94,7 @@ async def test_nothing_that_was_received_is_lost(tmp_path: Path, seed: int) -> N
             await asyncio.gather(*callers)
     assert len(received) > ROUNDS
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}", "process")
-    kept = {exchange.exchange_id: exchange async for exchange in store.exchanges(session.session_id)}
+    kept = {exchange.exchange_id: exchange async for exchange in store.read_exchanges(session.session_id)}
     await store.close()
     assert received <= kept.keys()
     for exchange_id in received:
@@ -126,7 +126,7 @@ async def test_a_call_in_flight_is_listed_as_interrupted(tmp_path: Path) -> None
         process, _ = await start_gateway(tmp_path, engine.url)
         process.send_signal(signal.SIGTERM)
         await process.wait()
-    (found,) = [it async for it in store.exchanges(session.session_id)]
+    (found,) = [it async for it in store.read_exchanges(session.session_id)]
     await store.close()
     assert (found.status, found.untrainable, found.dialect) == ("interrupted", "no_reply", "anthropic")
     assert found.reply is None

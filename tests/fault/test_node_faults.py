@@ -160,7 +160,7 @@ async def test_a_node_is_killed_and_started_again(tmp_path: Path, stage: str) ->
     nothing_left(data, ids, mark)
     store = open_store(f"sqlite:{data / 'polar.db'}")
     try:
-        sessions = await store.sessions()
+        sessions = await store.list_sessions()
     finally:
         await store.close()
     assert len(sessions) == 12

@@ -50,7 +50,7 @@ def server() -> Iterator[Server]:
 
 
 async def read(store: RelationalStore, session_id: str) -> list[Exchange]:
-    return [found async for found in store.exchanges(session_id)]
+    return [found async for found in store.read_exchanges(session_id)]
 
 
 async def check_talks(store: RelationalStore, confirmed: dict[str, int]) -> None:
@@ -75,7 +75,7 @@ async def test_the_server_is_restarted_while_many_write(server: Server) -> None:
         for turn in conversation(name, 10_000):
             await store.append(turn)
             confirmed[name] += 1
-            assert await store.session(name) is not None
+            assert await store.find_session(name) is not None
             if over.is_set():
                 return
 
@@ -136,7 +136,7 @@ async def test_a_server_that_stays_away_is_reported_and_may_come_back(server: Se
     await asyncio.to_thread(server.stop)
     try:
         writes = [store.append(turn) for turn in turns[1:3]]
-        for result in await asyncio.gather(*writes, store.session("s"), read(store, "s"), return_exceptions=True):
+        for result in await asyncio.gather(*writes, store.find_session("s"), read(store, "s"), return_exceptions=True):
             assert isinstance(result, StoreError)
             assert "no server listens there; start it" in str(result)
     finally:
@@ -239,7 +239,7 @@ async def test_a_commit_whose_answer_is_lost(server: Server, tmp_path: Path, mom
     assert wire.cuts == 9
     assert [turn.parent for turn in turns[1:]] == [turn.exchange_id for turn in turns[:-1]]
     assert [fingerprint(it) for it in await read(store, "s")] == [fingerprint(turn) for turn in turns]
-    assert len(await store.sessions()) == 21
+    assert len(await store.list_sessions()) == 21
     wire.cut = moment
     with pytest.raises(StoreError, match="already"):  # a fault of the caller's stays one
         await store.append(exchange("s", 0, [b"1"]))
@@ -291,7 +291,7 @@ async def test_work_beside_a_failure_after_a_lost_commit(server: Server, tmp_pat
     results = await asyncio.gather(*works, return_exceptions=True)
     assert wire.cuts == 1
     assert [str(it) for it in results] == ["None", "not again", "None"]
-    assert {it.session_id for it in await store.sessions()} == {"a", "b"}
+    assert {it.session_id for it in await store.list_sessions()} == {"a", "b"}
     await store.close()
     wire.close()
 
@@ -327,7 +327,7 @@ async def test_processes_of_the_server_end(server: Server, how: str) -> None:
         for turn in turns:
             await store.append(turn)
             written += 1
-            assert await store.next_seq("s") == written
+            assert await store.read_next_seq("s") == written
             if ending.done():
                 break
         await ending
@@ -347,12 +347,12 @@ async def test_a_server_without_a_free_connection(server: Server) -> None:
                 others.append(psycopg.connect(url))
         assert (await store.end_session("s", ended_at=1.0, verdict=Verdict())) is not None  # what it has it keeps
         with pytest.raises(StoreError, match="no connection left; raise its max_connections"):
-            await store.session("s")
+            await store.find_session("s")
     finally:
         for other in others:
             other.close()
     await wait_until(lambda: has_room(url))  # its processes for them end by and by
-    assert await store.session("s") is not None
+    assert await store.find_session("s") is not None
     await store.close()
 
 
@@ -422,7 +422,7 @@ async def test_a_deadlock_is_tried_again(server: Server) -> None:
             await other.execute("UPDATE policies SET version = 5 WHERE replica = 'a'")
         await other.commit()
     await writing
-    assert await store.policy_versions() == {"a": 2, "b": 2}
+    assert await store.read_policy_versions() == {"a": 2, "b": 2}
     await store.close()
 
 
@@ -503,7 +503,7 @@ async def test_a_session_goes_on_at_another_gateway_when_its_own_is_killed(
             finally:
                 process.kill()
                 await process.wait()
-    exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
+    exchanges = [exchange async for exchange in store.read_exchanges(session.session_id)]
     assert [exchange.seq for exchange in exchanges] == list(range(6))
     for before, after in pairwise(exchanges):
         check_goes_on(before, after)
@@ -524,14 +524,14 @@ async def test_tasks_run_to_their_end(server: Server, tmp_path: Path) -> None:
     assert [result.status for result in results] == ["COMPLETED"] * 3
     assert all(result.trajectory is not None and result.trajectory.traces for result in results)
     store = open_store(url)
-    kept = await store.sessions()
+    kept = await store.list_sessions()
     assert {(it.session_id, it.status, it.reward) for it in kept} == {(it.session_id, "ended", 1.0) for it in finished}
     for it in kept:
-        assert len([exchange async for exchange in store.exchanges(it.session_id)]) == 2
+        assert len([exchange async for exchange in store.read_exchanges(it.session_id)]) == 2
     copies = open_store(f"sqlite:{tmp_path}/copies/polar.db")
     for it in kept:
         await copies.import_session(await store.export_session(it.session_id))
-    assert await copies.sessions() == kept
+    assert await copies.list_sessions() == kept
     await copies.close()
     await store.close()
     verified = await verify_sessions(load(None, {}, {}), tmp_path / "copies", [])

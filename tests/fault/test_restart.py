@@ -70,7 +70,7 @@ def check_goes_on(before: Exchange, after: Exchange) -> None:
 async def recorded(data: Path, session_id: str) -> list[Exchange]:
     store = open_store(f"sqlite:{data / 'polar.db'}", "process")
     try:
-        return [exchange async for exchange in store.exchanges(session_id)]
+        return [exchange async for exchange in store.read_exchanges(session_id)]
     finally:
         await store.close()
 

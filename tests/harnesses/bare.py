@@ -64,7 +64,7 @@ async def run_bare(
         variables = bare | build_environment(url, key, model) | setup.env
         status, output = await _execute(argv, folder, variables, tmp_path / "output.log")
         await service.sessions.end(session.session_id)
-        exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
+        exchanges = [exchange async for exchange in service.store.read_exchanges(session.session_id)]
         sampled = await sessions.load_session_paths(service.store, session.session_id)
     summary = {"exit_code": status, "exchanges": len(exchanges)}
     return Bare(Run(turns, exchanges, summary, output, sampled, data), status, output, home)

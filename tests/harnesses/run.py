@@ -105,7 +105,7 @@ async def run(
     summary = json.loads(done.stdout.splitlines()[-1])
     store = open_store(f"sqlite:{data / 'polar.db'}")
     try:
-        exchanges = [exchange async for exchange in store.exchanges(summary["session_id"])]
+        exchanges = [exchange async for exchange in store.read_exchanges(summary["session_id"])]
         session = await sessions.load_session_paths(store, summary["session_id"])
     finally:
         await store.close()
@@ -143,7 +143,7 @@ def check(done: Run, tmp_path: Path, *, dialect: str, asides: Sequence[str] = ()
     assert done.summary["exchanges"] == len(done.exchanges) == 3 + len(asides)
     for exchange in done.exchanges:
         check_tokens(exchange)
-    main = [exchange for exchange in done.exchanges if "tools" in exchange.request_body()]
+    main = [exchange for exchange in done.exchanges if "tools" in exchange.build_request_body()]
     assert [exchange.dialect for exchange in main] == [dialect] * 3
     assert [exchange.dialect for exchange in done.exchanges if exchange not in main] == list(asides)
     for exchange, turn in zip(main, done.turns, strict=True):

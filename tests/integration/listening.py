@@ -48,7 +48,7 @@ class Gateway:
         self.url = service.gateway_url
 
     async def exchanges(self) -> list[Exchange]:
-        return [exchange async for exchange in self.service.store.exchanges(self.session_id)]
+        return [exchange async for exchange in self.service.store.read_exchanges(self.session_id)]
 
     async def recorded(self, *answers: Answer) -> list[Exchange]:
         """The session's exchanges, which are those of these answers, each whole and exact."""

@@ -21,7 +21,7 @@ class Stack:
         self.url = service.gateway_url
 
     async def exchanges(self, session_id: str | None = None) -> list[Exchange]:
-        return [exchange async for exchange in self.service.store.exchanges(session_id or self.session_id)]
+        return [exchange async for exchange in self.service.store.read_exchanges(session_id or self.session_id)]
 
 
 def settings(engine_urls: list[str], **changes: dict[str, Any]) -> Settings:

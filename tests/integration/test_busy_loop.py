@@ -61,7 +61,7 @@ async def test_others_go_on_while_a_long_prompt_is_made(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGCONT)
         await waiting
         assert [one.node_id for one in stack.service.rollout.lease_manager.members.values()] == [node.node_id]
-        first, second = [exchange async for exchange in stack.service.store.exchanges(stack.session_id)]
+        first, second = [exchange async for exchange in stack.service.store.read_exchanges(stack.session_id)]
         assert first.prompt_ids is not None
         assert second.prompt_ids is not None
         assert min(len(first.prompt_ids), len(second.prompt_ids)) > 30_000

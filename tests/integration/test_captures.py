@@ -172,7 +172,7 @@ async def test_a_run(tmp_path: Path, name: str, render: str) -> None:
         assert len(exchanges) == len(requests)
         for record, exchange in zip(requests, exchanges, strict=True):
             exact(exchange)
-            assert json.loads(view.encode_json(exchange.request_body())) == record["body"]
+            assert json.loads(view.encode_json(exchange.build_request_body())) == record["body"]
             prompt = running.prompt_text(exchange)
             assert [text for text in words_of(record["body"]) if not stands_in(prompt, text)] == []
         if render == "gateway":

@@ -443,7 +443,7 @@ async def test_a_session_sees_no_turns_of_another(tmp_path: Path, kind: Any, mod
         await stranger.ask(whole, wish=wish)
         await stranger.close()
         (told,) = await gateway.exchanges()
-        strange = [it async for it in gateway.service.store.exchanges(stranger_session.session_id)]
+        strange = [it async for it in gateway.service.store.read_exchanges(stranger_session.session_id)]
         assert "Guessing a folder" in gateway.prompt_text(strange[0])
         assert "Listing the folder" not in gateway.prompt_text(strange[0])
         for exchange in strange:

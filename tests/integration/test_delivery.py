@@ -219,7 +219,7 @@ async def test_ending_a_session_cuts_what_runs_and_closes_its_key(tmp_path: Path
         (exchange,) = await stack.exchanges()
         assert exchange.status == "partial"
         assert (await post(stack, http)).status == 401
-        session = await stack.service.store.session(stack.session_id)
+        session = await stack.service.store.find_session(stack.session_id)
         assert session is not None
         assert (session.status, session.reward) == ("ended", 0.5)
 

@@ -22,7 +22,7 @@ from polar.gateway.data_plane import DataPlane
 from polar.records.exchange import VersionSpan
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.teacher import LogprobComparison, Teacher, logprob_conditions
+from polar.trajectory.teacher import LogprobComparison, Teacher, find_logprob_conditions
 from tests.integration.stack import settings
 from tests.unit.engines.embedded import tiny
 
@@ -87,14 +87,14 @@ async def test_a_session_through_the_gateway_is_what_the_model_says(
                     assert answer.status == 200
             async for _ in stream:
                 pass
-        exchanges = [exchange async for exchange in plane.store.exchanges(session.session_id)]
-        recorded = await plane.store.session(session.session_id)
+        exchanges = [exchange async for exchange in plane.store.read_exchanges(session.session_id)]
+        recorded = await plane.store.find_session(session.session_id)
     assert recorded is not None
     assert [exchange.untrainable for exchange in exchanges] == [None] * 3
     assert {exchange.logprob_kind for exchange in exchanges} == {"processed"}
     assert [span.version for span in exchanges[-1].versions] == [5, 6]
     traces = prefix_merging(sessions.read_session_paths(recorded, exchanges)).traces
-    how = {exchange.exchange_id: logprob_conditions(exchange) for exchange in exchanges}
+    how = {exchange.exchange_id: find_logprob_conditions(exchange) for exchange in exchanges}
     models = {
         5: tiny.make_updated_folder(folder, began, tmp_path / "began"),
         6: tiny.make_updated_folder(folder, update, tmp_path / "updated"),
@@ -127,7 +127,7 @@ async def test_a_reply_that_is_given_up_has_the_version_that_sampled_it(folder: 
                         break
                     await stream.close()
                     async with asyncio.timeout(120):
-                        while not (exchanges := [it async for it in plane.store.exchanges(session.session_id)]):  # noqa: ASYNC110
+                        while not (exchanges := [it async for it in plane.store.read_exchanges(session.session_id)]):  # noqa: ASYNC110
                             await asyncio.sleep(0.01)
     (exchange,) = exchanges
     assert (exchange.status, exchange.untrainable) == ("partial", None)

@@ -10,11 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica
 from polar.engines.scripted import TOKENIZER_FOLDER, Play, ScriptedServer, ScriptedTurn
 from polar.gateway.data_plane import DataPlane
 from polar.gateway.meter import Meter
 from polar.records.exchange import Exchange
+from polar.records.policy import PauseState
 from tests.integration.stack import running, settings
 from tests.integration.test_policy import SLOW, control
 
@@ -38,7 +39,7 @@ class Bench:
         return await self.plane.pools.apply(DesiredEngines(generation, pools))
 
     async def exchanges(self, session_id: str) -> list[Exchange]:
-        return [exchange async for exchange in self.plane.store.exchanges(session_id)]
+        return [exchange async for exchange in self.plane.store.read_exchanges(session_id)]
 
 
 @asynccontextmanager
@@ -146,9 +147,9 @@ async def test_a_call_is_held_when_its_engine_dies_during_a_pause(tmp_path: Path
         await it.apply(1, "hold", default=[it.one])
         await it.one.stop()
         await comes_true(lambda: it.pool.gate.held == 1)
-        stopped = meter.clock.elapsed()
+        stopped = meter.clock.get_elapsed_seconds()
         await asyncio.sleep(0.05)
-        assert meter.clock.elapsed() == stopped
+        assert meter.clock.get_elapsed_seconds() == stopped
         await it.apply(2, default=[it.two])
         assert b"short" in await call
 
@@ -176,9 +177,9 @@ async def test_engines_sleep_while_calls_are_held(tmp_path: Path) -> None:
         held = asyncio.create_task(ask(http, stack.url, key))
         await comes_true(lambda: pool.gate.held == 1)
         await asyncio.sleep(0.01)  # the clock is told a moment later
-        stopped = meter.clock.elapsed()
+        stopped = meter.clock.get_elapsed_seconds()
         await asyncio.sleep(0.05)
-        assert meter.clock.elapsed() == stopped
+        assert meter.clock.get_elapsed_seconds() == stopped
         await control(stack, http, "/policy/pause", {"mode": "hold"})  # to load the new weights
         assert await get(http, f"{stack.engine.url}/is_sleeping") == {"is_sleeping": False}
         assert not held.done()

@@ -48,7 +48,7 @@ class Harness:
 
 
 async def count(service: Service, session_id: str) -> int:
-    return len([exchange async for exchange in service.store.exchanges(session_id)])
+    return len([exchange async for exchange in service.store.read_exchanges(session_id)])
 
 
 @pytest.mark.parametrize("render", ["gateway", "engine"])

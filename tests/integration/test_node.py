@@ -75,7 +75,7 @@ async def test_a_session_goes_through_every_stage_and_is_told(tmp_path: Path) ->
         plans = await opened.plan([wanted])
         (finished,) = [finished async for finished in opened.run(plans)]
         result = SessionResult.model_validate(await opened.build_result(plans[0], finished))
-        session = await opened.plane.store.session(finished.session_id)
+        session = await opened.plane.store.find_session(finished.session_id)
     assert finished.verdict.reward == 1
     assert (finished.turns, finished.outcome.exit_code) == (1, 0)  # type: ignore[union-attr]
     assert set(finished.seconds) == {"queued", "init", "ready", "run", "waiting", "postrun"}
@@ -152,14 +152,14 @@ class Time:
 
 async def test_a_clock_stands_still_while_generation_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
-    time, elapsed = Time(), Clock.elapsed
+    time, elapsed = Time(), Clock.get_elapsed_seconds
 
     def look(clock: Clock) -> float:
         looks.append(elapsed(clock))
         return looks[-1]
 
     monkeypatch.setattr(meter, "time", time)
-    monkeypatch.setattr(Clock, "elapsed", look)
+    monkeypatch.setattr(Clock, "get_elapsed_seconds", look)
     async with rollout(tmp_path) as opened:
         await opened.plane.pool.pause()
         plans = await opened.plan([task(ONE_CALL, timeout_seconds=0.1, on_timeout="mask", evaluator=GRADED)])
@@ -196,7 +196,7 @@ async def test_a_clock_is_not_stopped_by_asking_over_and_over(tmp_path: Path) ->
 async def test_a_task_decides_what_is_sampled_with(tmp_path: Path) -> None:
     async with rollout(tmp_path) as opened:
         finished = await one(opened, task("ask(temperature=0.1)", sampling={"temperature": 0.7, "top_p": 1}))
-        exchanges = [exchange async for exchange in opened.plane.store.exchanges(finished.session_id)]
+        exchanges = [exchange async for exchange in opened.plane.store.read_exchanges(finished.session_id)]
     assert [exchange.sampling.temperature for exchange in exchanges] == [0.7]
 
 
@@ -232,7 +232,7 @@ async def test_cancel_works_in_any_stage_once(tmp_path: Path, stage: str) -> Non
         assert not running.cancel()
         finished = await asyncio.wait_for(running.finished, 120)
         assert finished.verdict.reason == "cancelled"
-        session = await opened.plane.store.session(running.session_id)
+        session = await opened.plane.store.find_session(running.session_id)
         assert session is not None
         assert (session.status, session.reason) == ("ended", "cancelled")
         for other in others:
@@ -414,7 +414,7 @@ async def test_a_task_that_cant_be_run_says_why_before_anything_runs(
         with pytest.raises(ConfigError, match=said) as raised:
             await opened.plan([task(ONE_CALL, **fields)])
         assert "a-task" in str(raised.value)
-        assert await opened.plane.store.sessions() == []
+        assert await opened.plane.store.list_sessions() == []
 
 
 async def test_many_at_once(tmp_path: Path) -> None:

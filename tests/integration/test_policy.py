@@ -168,7 +168,7 @@ async def test_a_session_stays_with_its_replica_and_sessions_spread(tmp_path: Pa
         _, other_key = await stack.service.sessions.create({})
         for _ in range(2):
             await asyncio.gather(ask(stack, http), ask(stack, http, key=other_key))
-        sessions = await stack.service.store.sessions()
+        sessions = await stack.service.store.list_sessions()
         homes = [{exchange.replica for exchange in await stack.exchanges(s.session_id)} for s in sessions]
         assert [len(home) for home in homes] == [1, 1]
         assert homes[0] != homes[1]
@@ -197,7 +197,7 @@ async def test_versions_are_kept_per_replica(tmp_path: Path) -> None:
         await control(stack, http, "/policy", {"version": 5, "replica": two.url})
         _, other_key = await stack.service.sessions.create({})
         await asyncio.gather(ask(stack, http), ask(stack, http, key=other_key))
-        for session in await stack.service.store.sessions():
+        for session in await stack.service.store.list_sessions():
             (exchange,) = await stack.exchanges(session.session_id)
             assert [span.version for span in exchange.versions] == [5 if exchange.replica == two.url else 0]
         async with http.post(

@@ -47,7 +47,7 @@ async def run(
         plans = await opened.plan([wanted])
         plans[0].evaluator = Reporting({"evaluate": evaluate})
         (finished,) = [finished async for finished in opened.run(plans)]
-        session = await opened.plane.store.session(finished.session_id)
+        session = await opened.plane.store.find_session(finished.session_id)
         assert session is not None
         return finished, session, SessionResult.model_validate(await opened.build_result(plans[0], finished))
 

@@ -175,7 +175,7 @@ class Store:
         )
         await self.transact(lambda db: db.executemany(statement, rows) and None)
 
-    async def policy_versions(self) -> dict[str, int]:
+    async def read_policy_versions(self) -> dict[str, int]:
         return dict(await self.query(lambda db: db.execute("SELECT replica, version FROM policies").fetchall()))
 
     async def import_session(self, data: bytes) -> str:

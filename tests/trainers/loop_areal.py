@@ -168,7 +168,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, float]:
             rows = [
                 to_tensors(row, credit)
                 for item, credit in zip(items, credits, strict=True)
-                for row in ArealExporter().lines(item)
+                for row in ArealExporter().build_lines(item)
             ]
             batch.append(concat_padded_tensors(rows))
         engine = Local(asked["model"])

@@ -404,7 +404,7 @@ def samples_of(group: SessionGroup, number: int) -> list[Any]:
     return [
         to_sample(row, advantage=float(advantage), model_version=0, group_id=number)
         for item, advantage in zip(group.items, advantages, strict=True)
-        for row in TrlExporter().lines(item)
+        for row in TrlExporter().build_lines(item)
     ]
 
 

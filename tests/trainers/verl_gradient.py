@@ -24,7 +24,7 @@ from polar.bridges.rollouts import get_shared_groups
 from polar.bridges.verl.agent_loop import AgentLoop, build_outputs
 from polar.client.async_client import AsyncClient
 from polar.export.base import SessionItem
-from polar.export.verl import to_data_proto, trajectory_keys
+from polar.export.verl import list_trajectory_keys, to_data_proto
 
 SESSIONS = 4
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -52,7 +52,7 @@ def gradient(worker: Any, chosen: list[Rows], mode: str) -> dict[str, torch.Tens
     rows = [AgentLoopOutput(**row).model_dump() for row in rows]
     batch = to_data_proto(rows, pad_token_id=0)
     batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
-    batch = compute_advantage_for_multi_trajectories(batch, batch_keys=trajectory_keys(rows), adv_estimator="grpo")
+    batch = compute_advantage_for_multi_trajectories(batch, batch_keys=list_trajectory_keys(rows), adv_estimator="grpo")
     fields = []
     for row, advantages in zip(rows, batch.batch["advantages"], strict=True):
         field = AgentLoopOutput(**row).as_dict()

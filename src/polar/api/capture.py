@@ -216,9 +216,9 @@ class PrivateGateway:
 
     async def read(self) -> Recording:
         """The session, and every call that was recorded so far."""
-        session = await self._plane.store.session(self.session_id)
+        session = await self._plane.store.find_session(self.session_id)
         assert session is not None
-        return session, [exchange async for exchange in self._plane.store.exchanges(self.session_id)]
+        return session, [exchange async for exchange in self._plane.store.read_exchanges(self.session_id)]
 
     async def finish(self, verdict: Verdict) -> Recording:
         """Ends the session and reads it."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from polar.audit import comparison
 from polar.audit.comparison import ComparedRow, Floats, PolicyMatch, match_policy, measure_noise
-from polar.audit.rows import PROBLEM_KINDS, RolloutRow, RowProblem, split_turns, turn_number, usable_logprobs
+from polar.audit.rows import PROBLEM_KINDS, RolloutRow, RowProblem, find_turn_number, find_usable_logprobs, split_turns
 from polar.errors import ConfigError
 from polar.trajectory.teacher import Teacher
 
@@ -64,7 +64,7 @@ class AuditReport(Struct):
 
     @property
     def worst_row(self) -> RowAudit | None:
-        return min(self.faulty_rows, key=lambda row: _severity(row.problems[0]), default=None)
+        return min(self.faulty_rows, key=lambda row: _rank_severity(row.problems[0]), default=None)
 
     @property
     def failure_message(self) -> str | None:
@@ -106,7 +106,7 @@ def audit(
     if teacher is not None:
         found = _recompute(rows, checked, teacher, tolerance, temperature, version, track)
     for row in checked.values():
-        row.problems.sort(key=_severity)
+        row.problems.sort(key=_rank_severity)
     return AuditReport(list(checked.values()), found)
 
 
@@ -124,7 +124,9 @@ def _recompute(
     def compared(temperature: float) -> list[ComparedRow]:
         """What a row shares with the one before stays in the teacher's cache, so they go in the order of their ids."""
         ordered = sorted(fitting, key=lambda row: row.ids.astype(">i4").tobytes())
-        return [comparison.compare(row, _logprobs(row, teacher, temperature), version) for row in track(ordered)]
+        return [
+            comparison.compare(row, _compute_logprobs(row, teacher, temperature), version) for row in track(ordered)
+        ]
 
     all_rows = compared(temperature)
     found = match_policy(
@@ -135,7 +137,7 @@ def _recompute(
         found = PolicyMatch("temperature", found.temperature, measure_noise(all_rows))
     for row in all_rows:
         into = checked[row.row.number]
-        differences = row.differences(row.positions)
+        differences = row.compute_differences(row.positions)
         into.compared = len(differences)
         into.off = int((differences > found.noise.outlier_threshold).sum())
         into.largest = float(differences.max(initial=0.0))
@@ -158,17 +160,17 @@ def _check_comparable(row: RolloutRow, row_audit: RowAudit, teacher: Teacher) ->
     return row_audit.skip is None and row_audit.trained > 0
 
 
-def _logprobs(row: RolloutRow, teacher: Teacher, temperature: float) -> Floats:
+def _compute_logprobs(row: RolloutRow, teacher: Teacher, temperature: float) -> Floats:
     """Of the whole response; NaN for a token that nothing stands before."""
     found = np.full(len(row.mask), np.nan)
     positions = np.arange(max(1, row.prompt_length), len(row.ids), dtype=np.int64)
     if len(positions):
         scales = np.full(len(positions), temperature, np.float32)
-        found[positions - row.prompt_length] = teacher.logprobs(row.ids, positions, scales)
+        found[positions - row.prompt_length] = teacher.compute_logprobs(row.ids, positions, scales)
     return found
 
 
-def _severity(problem: RowProblem) -> int:
+def _rank_severity(problem: RowProblem) -> int:
     return list(PROBLEM_KINDS).index(problem.kind)
 
 
@@ -180,9 +182,9 @@ def find_repeats(rows: Sequence[RolloutRow]) -> dict[int, RowProblem]:
     for row in rows:
         if not row.has_matching_lengths:
             continue
-        positions = np.flatnonzero((row.mask == 1) & usable_logprobs(row))
+        positions = np.flatnonzero((row.mask == 1) & find_usable_logprobs(row))
         shared: dict[int, tuple[RolloutRow, list[int]]] = {}
-        for position, key in zip(positions.tolist(), _sampling_keys(row, positions, factors), strict=True):
+        for position, key in zip(positions.tolist(), _hash_samplings(row, positions, factors), strict=True):
             earlier = first.setdefault(key, row)
             if earlier is not row:
                 shared.setdefault(earlier.number, (earlier, []))[1].append(position)
@@ -190,7 +192,7 @@ def find_repeats(rows: Sequence[RolloutRow]) -> dict[int, RowProblem]:
             if row.number not in found and _is_same_sampling(row, other, same):
                 said = f"{len(same)} of its tokens are trained in row {other.number} too, sampled once"
                 found[row.number] = RowProblem(
-                    "repeated", said, same[0], turn_number(same[0], split_turns(row.trained_positions))
+                    "repeated", said, same[0], find_turn_number(same[0], split_turns(row.trained_positions))
                 )
     return found
 
@@ -201,7 +203,7 @@ def _is_same_sampling(row: RolloutRow, other: RolloutRow, positions: list[int]) 
     return together or float(row.logprobs[positions].sum()) < _MAX_CHANCE_LOGPROB
 
 
-def _sampling_keys(row: RolloutRow, positions: NDArray[np.int64], factors: NDArray[np.uint64]) -> list[bytes]:
+def _hash_samplings(row: RolloutRow, positions: NDArray[np.int64], factors: NDArray[np.uint64]) -> list[bytes]:
     """Of each token: a number for it and all that stands before it (a sum modulo 2**64), and its log-probability."""
     if row.logprobs is None:
         return []

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from polar.audit.rows import RolloutRow, RowProblem, split_turns, turn_number, usable_logprobs
+from polar.audit.rows import RolloutRow, RowProblem, find_turn_number, find_usable_logprobs, split_turns
 from polar.trajectory.teacher import Teacher
 
 Floats = NDArray[np.float64]
@@ -61,7 +61,7 @@ class Noise(Struct, frozen=True):
         """A token that differs by more is off."""
         return self.mean + max(EXACT_TOLERANCE, _OUTLIER_DEVIATIONS * self.deviation)
 
-    def z_score(self, differences: Floats) -> float:
+    def compute_z_score(self, differences: Floats) -> float:
         """How far the mean of some tokens is above it, in standard deviations of such a mean. None counts for more than
         the limit, so that it takes several."""
         if not len(differences):
@@ -89,7 +89,7 @@ class ComparedRow(Struct):
     def first_turn(self) -> Positions:
         return self.turns[0] if self.turns else np.empty(0, np.int64)
 
-    def differences(self, positions: Positions) -> Floats:
+    def compute_differences(self, positions: Positions) -> Floats:
         return np.abs(self.recorded[positions] - self.recomputed[positions])
 
 
@@ -98,7 +98,7 @@ def compare(row: RolloutRow, recomputed: Floats, version: int | None) -> Compare
     assert row.logprobs is not None
     recorded = row.logprobs.astype(np.float64)
     trained = row.mask == 1
-    asked = trained & usable_logprobs(row) & np.isfinite(recomputed)
+    asked = trained & find_usable_logprobs(row) & np.isfinite(recomputed)
     if version is not None and row.versions is not None:
         asked &= row.versions == version
     unsampled = asked & (recorded == 0) & (recomputed < -_MIN_CERTAIN_GAP)
@@ -112,7 +112,7 @@ def find_shift(compared: ComparedRow) -> int | None:
     first = compared.first_turn
     for by in (1, -1):
         inner = first[np.isin(first - by, first)]
-        here = compared.differences(inner).mean() if len(inner) >= 3 else 0.0
+        here = compared.compute_differences(inner).mean() if len(inner) >= 3 else 0.0
         if (
             here > EXACT_TOLERANCE
             and np.abs(compared.recorded[inner] - compared.recomputed[inner - by]).mean() < _MAX_SHIFT_RESIDUAL * here
@@ -128,24 +128,27 @@ def find_problems(compared: ComparedRow, noise: Noise) -> list[RowProblem]:
         said = f"Log-probabilities stand {abs(by)} token {'behind' if by > 0 else 'before'} their own"
         return [*found, RowProblem("shifted", said, int(compared.first_turn[0]), 1)]
     broken = _find_broken_turn(compared, noise)
-    off = compared.positions[compared.differences(compared.positions) > noise.outlier_threshold]
+    off = compared.positions[compared.compute_differences(compared.positions) > noise.outlier_threshold]
     if broken is not None:
         found.append(_make_break_problem(compared, broken, noise))
     elif len(off) and noise.is_exact:
         at, several = int(off[0]), len(off) > 1
         said = f"{len(off)} log-probabilit{'ies are' if several else 'y is'} off, and those behind it are not"
-        found.append(RowProblem("stray", said, at, _turn_of_position(compared, at)))
+        found.append(RowProblem("stray", said, at, _find_turn(compared, at)))
     return found
 
 
 def _find_broken_turn(compared: ComparedRow, noise: Noise) -> int | None:
     """The turn (from 0 on) from which on tokens are off: one that is by itself, or with all behind it."""
-    alone = [noise.z_score(compared.differences(turn)) for turn in compared.turns]
+    alone = [noise.compute_z_score(compared.compute_differences(turn)) for turn in compared.turns]
     for index, value in enumerate(alone):
         if value > _BREAK_DEVIATIONS:
             return index
     later = range(1, len(compared.turns))
-    rest = {index: noise.z_score(compared.differences(np.concatenate(compared.turns[index:]))) for index in later}
+    rest = {
+        index: noise.compute_z_score(compared.compute_differences(np.concatenate(compared.turns[index:])))
+        for index in later
+    }
     most = max(rest, key=rest.__getitem__, default=None)
     return most if most is not None and rest[most] > _BREAK_DEVIATIONS else None
 
@@ -153,10 +156,10 @@ def _find_broken_turn(compared: ComparedRow, noise: Noise) -> int | None:
 def _make_break_problem(compared: ComparedRow, index: int, noise: Noise) -> RowProblem:
     """At its first token that is off. In noise that may be a late one, and the turn is all that can be said."""
     turn = compared.turns[index]
-    differences = compared.differences(turn)
+    differences = compared.compute_differences(turn)
     off = turn[differences > noise.outlier_threshold]
     at = int(off[0]) if noise.is_exact and len(off) else int(turn[0])
-    number = _turn_of_position(compared, at)
+    number = _find_turn(compared, at)
     said = (
         f"Turn {number} differs by {differences.mean():.3g} in the mean and {differences.max():.3g} at most, "
         f"from its {'first token' if at == turn[0] else f'token {at - int(turn[0])}'} on"
@@ -164,10 +167,10 @@ def _make_break_problem(compared: ComparedRow, index: int, noise: Noise) -> RowP
     return RowProblem("prompt" if number == 1 else "splice", said, at, number)
 
 
-def _turn_of_position(compared: ComparedRow, position: int) -> int:
+def _find_turn(compared: ComparedRow, position: int) -> int:
     sampled = compared.row.mask == 1
     sampled[compared.trained_context] = False
-    return turn_number(position, split_turns(np.flatnonzero(sampled)))
+    return find_turn_number(position, split_turns(np.flatnonzero(sampled)))
 
 
 def _find_mask_problems(compared: ComparedRow) -> list[RowProblem]:
@@ -181,11 +184,11 @@ def _find_mask_problems(compared: ComparedRow) -> list[RowProblem]:
         if np.array_equal(_shift_mask(sampled, by), mask):
             side = "behind" if by > 0 else "before"
             said = f"The mask stands {abs(by)} tokens {side} the tokens that have log-probabilities"
-            return [RowProblem("mask_shifted", said, at, _turn_of_position(compared, at))]
+            return [RowProblem("mask_shifted", said, at, _find_turn(compared, at))]
     said = f"{len(context)} tokens without a log-probability (0 is recorded) are trained"
     if not len(compared.first_turn) or context[-1] < compared.first_turn[0]:
         return [RowProblem("prompt_trained", f"{said}, all before the first that was sampled", at, 1)]
-    return [RowProblem("context_trained", said, at, _turn_of_position(compared, at))]
+    return [RowProblem("context_trained", said, at, _find_turn(compared, at))]
 
 
 def _shift_mask(values: NDArray[np.uint8], by: int) -> NDArray[np.uint8]:
@@ -206,8 +209,8 @@ class PolicyMatch(Struct, frozen=True):
         """Whether this is what is wrong with a row, which was compared at this temperature."""
         if self.kind == "same" or not len(row.first_turn):
             return False
-        mean = float(row.differences(row.first_turn).mean())
-        return mean <= _outlier_limit(self.noise) if self.kind == "temperature" else mean > tolerance
+        mean = float(row.compute_differences(row.first_turn).mean())
+        return mean <= _compute_outlier_limit(self.noise) if self.kind == "temperature" else mean > tolerance
 
     @property
     def description(self) -> str | None:
@@ -231,12 +234,12 @@ class PolicyMatch(Struct, frozen=True):
 
 def match_policy(rows: Sequence[ComparedRow], tolerance: float, temperature: float, teacher: Teacher) -> PolicyMatch:
     judged = [row for row in rows if len(row.first_turn)]
-    off = [row for row in judged if row.differences(row.first_turn).mean() > tolerance]
+    off = [row for row in judged if row.compute_differences(row.first_turn).mean() > tolerance]
     if len(off) * 2 <= len(judged):
-        fine = [row for row in judged if row.differences(row.first_turn).mean() <= tolerance]
+        fine = [row for row in judged if row.compute_differences(row.first_turn).mean() <= tolerance]
         return PolicyMatch("same", temperature, measure_noise(fine))
     fitted = _fit_temperature(off, teacher)
-    before, after = _mean_residuals(off, np.array([temperature, fitted]), teacher)
+    before, after = _compute_mean_residuals(off, np.array([temperature, fitted]), teacher)
     if after <= _MAX_FIT_RESIDUAL * before:
         return PolicyMatch("temperature", fitted, Noise())
     signed = np.concatenate([row.recorded[row.first_turn] - row.recomputed[row.first_turn] for row in off])
@@ -250,7 +253,7 @@ def match_policy(rows: Sequence[ComparedRow], tolerance: float, temperature: flo
 
 def measure_noise(rows: Sequence[ComparedRow]) -> Noise:
     """Of first turns. Rows that are quite unlike the others do not count."""
-    differences = [row.differences(row.first_turn) for row in rows if len(row.first_turn)]
+    differences = [row.compute_differences(row.first_turn) for row in rows if len(row.first_turn)]
     if not differences:
         return Noise()
     most = _OUTLIER_FACTOR * float(np.median([values.mean() for values in differences])) + EXACT_TOLERANCE
@@ -258,7 +261,7 @@ def measure_noise(rows: Sequence[ComparedRow]) -> Noise:
     return Noise(float(usual.mean()), float(usual.std()))
 
 
-def _outlier_limit(noise: Noise) -> float:
+def _compute_outlier_limit(noise: Noise) -> float:
     return _OUTLIER_FACTOR * noise.mean + EXACT_TOLERANCE
 
 
@@ -268,21 +271,21 @@ def _fit_temperature(rows: Sequence[ComparedRow], teacher: Teacher) -> float:
     best = 1.0
     for _ in range(_GRID_ROUNDS):
         grid = np.geomspace(least, most, _GRID_POINTS)
-        at = int(_mean_residuals(rows, grid, teacher).argmin())
+        at = int(_compute_mean_residuals(rows, grid, teacher).argmin())
         best, least, most = float(grid[at]), float(grid[max(0, at - 1)]), float(grid[min(_GRID_POINTS - 1, at + 1)])
     rounded = round(best, 2)
-    exact, near = _mean_residuals(rows, np.array([best, rounded or best]), teacher)
+    exact, near = _compute_mean_residuals(rows, np.array([best, rounded or best]), teacher)
     return rounded if rounded and near <= 2 * exact + 1e-5 else best
 
 
-def _mean_residuals(rows: Sequence[ComparedRow], temperatures: Floats, teacher: Teacher) -> Floats:
+def _compute_mean_residuals(rows: Sequence[ComparedRow], temperatures: Floats, teacher: Teacher) -> Floats:
     """The mean difference of some tokens, at each temperature."""
     found = []
     for it in rows[:_FIT_ROWS]:
         positions = it.first_turn[:_FIT_TOKENS]
         places = np.repeat(it.row.prompt_length + positions, len(temperatures))
         scales = np.tile(temperatures, len(positions)).astype(np.float32)
-        values = teacher.logprobs(it.row.ids, places, scales).reshape(len(positions), -1)
+        values = teacher.compute_logprobs(it.row.ids, places, scales).reshape(len(positions), -1)
         found.append(np.abs(it.recorded[positions, None] - values))
     mean: Floats = np.concatenate(found).mean(axis=0)
     return mean

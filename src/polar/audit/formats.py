@@ -117,7 +117,7 @@ def read_slime(record: Record) -> Iterator[RawRow]:
         response=ids[edge:],
         mask=mask,
         logprobs=_to_list(record.get("rollout_log_probs")),
-        rollout=_first_value(record, "rollout_id", "session_id"),
+        rollout=_find_first_value(record, "rollout_id", "session_id"),
         versions=known.get("policy_versions"),
         skip="images" if record.get("multimodal_train_inputs") else None,
         problems=problems,
@@ -135,7 +135,7 @@ def read_verl(record: Record) -> Iterator[RawRow]:
         response=record["response_ids"],
         mask=record["response_mask"],
         logprobs=record.get("response_logprobs"),
-        rollout=_first_value(known, "session_id"),
+        rollout=_find_first_value(known, "session_id"),
         versions=known.get("policy_versions"),
         skip="images" if record.get("multi_modal_data") else None,
     )
@@ -180,7 +180,7 @@ def read_trl(record: Record) -> Iterator[RawRow]:
         response=record["completion_ids"],
         mask=record.get("env_mask"),
         logprobs=record.get("logprobs"),
-        rollout=_first_value(record, "session_id"),
+        rollout=_find_first_value(record, "session_id"),
         versions=record.get("policy_versions"),
     )
 
@@ -193,7 +193,7 @@ def _to_list(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def _first_value(record: Record, *names: str) -> str | None:
+def _find_first_value(record: Record, *names: str) -> str | None:
     return next((str(record[name]) for name in names if record.get(name) is not None), None)
 
 
@@ -240,7 +240,7 @@ def _is_pickled(file: Path) -> bool:
         return opened.read(2).startswith((_ZIP_MAGIC, _PICKLE_MAGIC))
 
 
-def _numpy_globals() -> dict[str, Callable[..., Any]]:
+def _list_numpy_globals() -> dict[str, Callable[..., Any]]:
     array: Any = np.zeros(1).__reduce__()[0]
     scalar: Any = np.float32(0).__reduce__()[0]
     names: dict[str, Callable[..., Any]] = {"numpy.ndarray": np.ndarray, "numpy.dtype": np.dtype}
@@ -252,7 +252,7 @@ def _numpy_globals() -> dict[str, Callable[..., Any]]:
 
 def _load_torch(data: bytes) -> Any:
     torch = _import_torch()
-    known: Mapping[str, Callable[..., Any]] = _numpy_globals() | {
+    known: Mapping[str, Callable[..., Any]] = _list_numpy_globals() | {
         "verl.protocol.DataProto": _DataProto,
         "tensordict._td.TensorDict": _TensorDict,
         "tensordict._reductions._make_td": _rebuild_tensor_dict,
@@ -289,7 +289,7 @@ class _DataUnpickler(pickle.Unpickler):
     """What `DataProto.save_to_disk` writes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = _numpy_globals() | {"verl.protocol.DataProto": _DataProto}
+        known = _list_numpy_globals() | {"verl.protocol.DataProto": _DataProto}
         try:
             return known[f"{module}.{name}"]
         except KeyError:

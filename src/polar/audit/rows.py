@@ -7,7 +7,8 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.records.trajectory import Ids, Mask
+from polar.records.exchange import TokenIds
+from polar.records.trajectory import Mask, PolicyVersions
 
 PROBLEM_KINDS = {
     "lengths": "ids, mask and log-probabilities do not fit together",
@@ -46,12 +47,12 @@ class RolloutRow(Struct):
     """Prompt and response, and arrays of the response. `problems` are those of its form."""
 
     number: int  # in the file, from 1 on
-    ids: Ids
+    ids: TokenIds
     prompt_length: int  # where the response begins
     mask: Mask
     logprobs: NDArray[np.float32] | None  # NaN where there is none
     rollout: str | None = None  # rows with the same one are parts of the same rollout
-    versions: Ids | None = None  # policy versions, token by token
+    versions: PolicyVersions | None = None  # policy versions, token by token
     skip: str | None = None  # why it can't be recomputed
     problems: list[RowProblem] = field(default_factory=list)
 
@@ -74,7 +75,7 @@ def split_turns(positions: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
 
 
-def turn_number(position: int, turns: list[NDArray[np.int64]]) -> int:
+def find_turn_number(position: int, turns: list[NDArray[np.int64]]) -> int:
     """From 1 on; a position between two turns belongs to the one before."""
     return max(1, sum(1 for turn in turns if turn[0] <= position))
 
@@ -107,7 +108,7 @@ def build_row(number: int, raw: RawRow) -> RolloutRow:
     elif ((mask != 0) & (mask != 1)).any():
         at = int(np.flatnonzero((mask != 0) & (mask != 1))[0])
         problems.append(RowProblem("lengths", f"An entry of the mask is {mask[at]}, neither 0 nor 1", at))
-    logprobs = None if raw.logprobs is None else _logprob_array(raw.logprobs)
+    logprobs = None if raw.logprobs is None else _to_logprob_array(raw.logprobs)
     if logprobs is not None and len(logprobs) != length:
         problems.append(RowProblem("lengths", f"{len(logprobs)} log-probabilities for {length} tokens of the response"))
     made = RolloutRow(
@@ -126,7 +127,7 @@ def build_row(number: int, raw: RawRow) -> RolloutRow:
     return made
 
 
-def usable_logprobs(row: RolloutRow) -> NDArray[np.bool_]:
+def find_usable_logprobs(row: RolloutRow) -> NDArray[np.bool_]:
     """Of the response's tokens: those with a log-probability that can be one."""
     if row.logprobs is None:
         return np.zeros(len(row.mask), np.bool_)
@@ -148,11 +149,11 @@ def _find_value_problems(row: RolloutRow) -> list[RowProblem]:
         if wrong.any():
             at = int(trained[wrong][0])
             said = f"{wrong.sum()} of {len(trained)} log-probabilities are {what}, the first is {row.logprobs[at]:g}"
-            found.append(RowProblem(kind, said, at, turn_number(at, split_turns(trained))))
+            found.append(RowProblem(kind, said, at, find_turn_number(at, split_turns(trained))))
     return found
 
 
-def _logprob_array(values: Sequence[Any]) -> NDArray[np.float32]:
+def _to_logprob_array(values: Sequence[Any]) -> NDArray[np.float32]:
     """One a token. Some engines' APIs give a list of likely tokens for each, the sampled one first."""
     firsts = (value[0] if isinstance(value, (list, tuple)) and value else value for value in values)
     return np.array([np.nan if value is None else value for value in firsts], np.float32)

@@ -87,7 +87,7 @@ class PolarWorkflow:
         rows = [
             to_tensors(row, credit)
             for item, credit in zip(group.items, credits, strict=True)
-            for row in ArealExporter().lines(item)
+            for row in ArealExporter().build_lines(item)
         ]
         return dict(concat_padded_tensors(rows))
 

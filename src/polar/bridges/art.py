@@ -34,7 +34,7 @@ from polar.bridges.rollouts import SessionGroup
 from polar.errors import ConfigError
 from polar.export.art import FLAG_SAMPLED
 from polar.export.art import ArtExporter as Exporter
-from polar.export.base import policy_version_runs
+from polar.export.base import list_version_runs
 
 
 class Art(AsyncBridge):
@@ -61,8 +61,8 @@ def to_trajectory_group(group: SessionGroup) -> Any:
     history = _make_history_class()
     trajectories = []
     for item in group.items:
-        known = [version for trace in item.trajectory.traces for version in policy_version_runs(trace)]
-        rows = list(Exporter().lines(item))
+        known = [version for trace in item.trajectory.traces for version in list_version_runs(trace)]
+        rows = list(Exporter().build_lines(item))
         trajectories.append(
             Trajectory(
                 additional_histories=[history(messages_and_choices=[], row=row) for row in rows],

@@ -9,7 +9,7 @@ from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import SettingsSource, load_settings
 from polar.client.closeable import AsyncCloseable, Closeable
 from polar.client.sync_client import BackgroundLoop
-from polar.records.result import PauseMode
+from polar.records.policy import PauseMode
 from polar.weight_sync.updater import WeightUpdater
 
 T = TypeVar("T")

@@ -43,7 +43,7 @@ from polar.bridges.rollouts import (
 from polar.bridges.settings import BridgeSettings, SettingsSource, load_settings
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
-from polar.export.skyrl import session_output, to_generator_output
+from polar.export.skyrl import build_session_output, to_generator_output
 from polar.weight_sync.probe import Scorer
 from polar.weight_sync.updater import WeightUpdater
 
@@ -116,7 +116,7 @@ def drop_prompts_without_reward(ran: list[tuple[str, SessionGroup]]) -> list[tup
 
 def build_lines(uid: str, group: SessionGroup) -> list[dict[str, Any]]:
     """A line for each session. A prompt must have a row whatever became of it: SkyRL counts prompts."""
-    lines = [session_output(item, uid, number) for number, item in enumerate(group.items)]
+    lines = [build_session_output(item, uid, number) for number, item in enumerate(group.items)]
     if not lines:
         return [_build_empty_line(uid)]
     if len(lines) == 1 and group.requested_samples > 1:

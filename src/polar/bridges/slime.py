@@ -59,7 +59,7 @@ from polar.bridges.rollouts import (
     require_experts,
 )
 from polar.errors import ConfigError, PolarError
-from polar.export.base import SessionItem, policy_version_runs
+from polar.export.base import SessionItem, list_version_runs
 from polar.export.slime import SlimeExporter
 
 _MAX_GROUP_ATTEMPTS = 3  # times that a group is run, before another takes its place
@@ -253,7 +253,7 @@ class SlimeBridge(TrainerBridge):
         items = []
         for item in group.items:
             first = min(
-                (version for trace in item.trajectory.traces for version in policy_version_runs(trace)), default=None
+                (version for trace in item.trajectory.traces for version in list_version_runs(trace)), default=None
             )
             if self.lag is not None and first is not None and rollout_id - first > self.lag:
                 left_out["stale"] += 1
@@ -344,7 +344,7 @@ def build_samples(args: Any, templates: Sequence[Any], items: Sequence[SessionIt
 
 
 def _build_session_samples(args: Any, template: Any, item: SessionItem) -> list[Any]:
-    made = [_build_sample(args, template, row) for row in SlimeExporter().lines(item)]
+    made = [_build_sample(args, template, row) for row in SlimeExporter().build_lines(item)]
     if getattr(args, "use_rollout_routing_replay", False):
         for sample, trace in zip(made, item.trajectory.traces, strict=True):
             sample.rollout_routed_experts = require_experts(trace).astype(np.int32)

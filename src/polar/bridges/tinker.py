@@ -69,7 +69,7 @@ def build_batch(groups: Sequence[SessionGroup], *, per_token: bool = False) -> B
         for item, advantage in zip(group.items, compute_session_advantages(group.rewards), strict=True):
             divisor = trained if per_token else sessions * _count_trainable_tokens(item)
             exporter = Exporter()
-            datums += [to_datum(row, advantage / divisor) for row in exporter.lines(item)]
+            datums += [to_datum(row, advantage / divisor) for row in exporter.build_lines(item)]
             left_out.update(exporter.left_out)
     return Batch(datums, [reward for group in groups for reward in group.rewards], left_out)
 

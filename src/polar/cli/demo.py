@@ -123,7 +123,7 @@ async def _recompute(data: Path, model: Path, version: int) -> VerifyFindings:
 
     store = open_existing_store(Settings(), data)
     try:
-        newest = [session.session_id for session in (await store.sessions())[:_RECOMPUTED_SESSIONS]]
+        newest = [session.session_id for session in (await store.list_sessions())[:_RECOMPUTED_SESSIONS]]
     finally:
         await store.close()
     teacher = await asyncio.to_thread(Teacher.load, model)

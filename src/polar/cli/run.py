@@ -34,7 +34,7 @@ from polar.gateway.process import tune_process
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.node.task_plan import TaskPlan
-from polar.records.sample import with_task_key
+from polar.records.sample import add_task_key
 from polar.records.task import TaskRequest
 from polar.telemetry.logs import LogFormat, LogLevel
 
@@ -80,7 +80,7 @@ def command(
     wish = _CollectionOptions(resume, accept, attempts, Budget(budget_tokens, budget_cost, budget_seconds, prices))
     sources: dict[str, str] = click.get_current_context().meta[SOURCES_KEY]
     return run_async(
-        _RunCommand(settings, data, [with_task_key(task, sources[task.task_id]) for task in tasks], wish, as_json).run()
+        _RunCommand(settings, data, [add_task_key(task, sources[task.task_id]) for task in tasks], wish, as_json).run()
     )
 
 

@@ -77,14 +77,14 @@ async def show_session(
     store = open_existing_store(settings, data)
     try:
         if session_id is None:
-            newest = await store.sessions(limit=1)
+            newest = await store.list_sessions(limit=1)
             if not newest:
                 raise _nothing_captured(data)
             session_id = newest[0].session_id
-        session = await store.session(session_id)
+        session = await store.find_session(session_id)
         if session is None:
             raise ConfigError(f"There is no session {session_id} in {data}.")
-        exchanges = [exchange async for exchange in store.exchanges(session_id)]
+        exchanges = [exchange async for exchange in store.read_exchanges(session_id)]
     finally:
         await store.close()
     if as_json:

@@ -9,7 +9,7 @@ from rich.text import Text as Styled
 from polar.records.exchange import Exchange, TokenIds
 from polar.records.trajectory import TokenPath
 from polar.rendering.tokenizer import Tokenizer, decode_pieces
-from polar.store.arrays import NO_IDS, shared_prefix_length
+from polar.store.arrays import NO_IDS, count_shared_prefix
 from polar.types import Reasoning, Text, ToolCall
 
 _EDGE_TOKENS = 60
@@ -53,7 +53,7 @@ class TokenView:
         if parent is not None and parent.prompt_ids is not None:
             sampled = NO_IDS if parent.sampled_ids is None else parent.sampled_ids
             before = np.concatenate((parent.prompt_ids, sampled))
-        shared = shared_prefix_length(prompt, before)
+        shared = count_shared_prefix(prompt, before)
         new = prompt[shared:]
         line = Styled(f"context ({len(prompt)}): ", "bold")
         if parent is not None:

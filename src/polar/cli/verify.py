@@ -37,7 +37,7 @@ from polar.store.base import Store
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.roles import RoleOverrides
-from polar.trajectory.teacher import LargestDifference, LogprobComparison, Teacher, logprob_conditions
+from polar.trajectory.teacher import LargestDifference, LogprobComparison, Teacher, find_logprob_conditions
 from polar.trajectory.verify import Problem, RecordedSession, check_records, check_trajectory, check_tree
 
 T = TypeVar("T")
@@ -206,22 +206,22 @@ async def verify_sessions(
 
 async def _iterate_sessions(store: Store) -> AsyncIterator[Session]:
     """Newest first."""
-    page = await store.sessions()
+    page = await store.list_sessions()
     while page:
         for session in page:
             yield session
-        page = await store.sessions(before=page[-1].session_id)
+        page = await store.list_sessions(before=page[-1].session_id)
 
 
 async def _verify_session(
     store: Store, session_id: str, findings: VerifyFindings, teacher: Teacher | None, policy_version: int | None
 ) -> None:
-    session = await store.session(session_id)
+    session = await store.find_session(session_id)
     if session is None:
         raise ConfigError(f"There is no session {session_id}.")
     findings.sessions += 1
     try:
-        exchanges = [exchange async for exchange in store.exchanges(session_id)]
+        exchanges = [exchange async for exchange in store.read_exchanges(session_id)]
     except (StoreError, ValueError) as error:  # a ValueError: bytes that are no array any more
         findings.add([Problem(session_id, None, "unreadable", str(error))])
         return
@@ -267,7 +267,7 @@ def _check_builds(
         findings.excluded[excluded.reason] += excluded.stop - excluded.start
     if teacher is not None and findings.comparison is not None and not problems:
         with_images = {path.exchange_id for path in sampled.paths if path.images}
-        how = {it.exchange_id: logprob_conditions(it, images=it.exchange_id in with_images) for it in exchanges}
+        how = {it.exchange_id: find_logprob_conditions(it, images=it.exchange_id in with_images) for it in exchanges}
         teacher.compare(merged.traces, how, findings.comparison, policy_version=policy_version)
     return problems
 

@@ -24,7 +24,8 @@ from polar.client.closeable import AsyncCloseable
 from polar.client.feed import RawResult, ResultOptions, Results
 from polar.client.submission import SubmitAnswer, TaskLike, TasksRefused, load_tasks
 from polar.config import DEFAULT_RUN
-from polar.records.result import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
+from polar.records.policy import PauseMode
+from polar.records.result import GroupResult, NumberedResult, ResultUnit, SessionResult, TaskStatus
 
 __all__ = ["BUSY", "AsyncClient", "ClientError", "RawResult", "Results", "ServerEvent", "SubmitAnswer", "TasksRefused"]
 

@@ -20,7 +20,8 @@ from polar.client.closeable import Closeable
 from polar.client.feed import RawResult, ResultOptions, Results
 from polar.client.submission import SubmitAnswer, TaskLike
 from polar.config import DEFAULT_RUN
-from polar.records.result import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
+from polar.records.policy import PauseMode
+from polar.records.result import GroupResult, NumberedResult, ResultUnit, SessionResult, TaskStatus
 
 T = TypeVar("T")
 

@@ -178,13 +178,13 @@ class Collection:
         """Takes in what earlier runs on the same data left. Their sessions cost something, whatever came of them."""
         tasks = {task.key: task for task in self._tasks.values()}
         last: str | None = None
-        while page := await store.sessions(limit=_PAGE_SIZE, before=last):
+        while page := await store.list_sessions(limit=_PAGE_SIZE, before=last):
             last = page[-1].session_id
             for session in page:
                 key, sample = sample_key(session) or ("", 0)
                 if (task := tasks.get(key)) is None:
                     continue
-                self.spending.add_earlier_usage(await store.usage_totals(session.session_id))
+                self.spending.add_earlier_usage(await store.read_usage_totals(session.session_id))
                 verdict = final_verdict(session)
                 if (
                     verdict is not None

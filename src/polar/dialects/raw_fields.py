@@ -76,7 +76,7 @@ def decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) -> 
     return found
 
 
-def cached_results(maker: object) -> dict[int, tuple[Raw, Any]]:
+def get_decode_cache(maker: object) -> dict[int, tuple[Raw, Any]]:
     """What `maker` made of items, by id(item), for the caller to add to. Each entry holds its item, so that
     no other object gets that id. `maker` is what turns items into results, a function say; it lives as long as the
     process."""
@@ -96,7 +96,7 @@ def _decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) ->
         raise ApiError("invalid_request", f"{where} is nested too deeply.", param=where) from error
 
 
-def unsupported_field_error(field: str, why: str) -> ApiError:
+def make_unsupported_field_error(field: str, why: str) -> ApiError:
     return ApiError("unsupported", f"`{field}` is not supported: {why}.", param=field)
 
 

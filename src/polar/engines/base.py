@@ -10,18 +10,19 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct, field
 
 from polar.records.exchange import LogprobKind, TokenIds, VersionSpan
+from polar.records.policy import PauseState
 from polar.types import FinishReason, ReplyEvent, Request, SamplingParams, TokenLogprob, Usage
 
 EngineState = Literal["running", "frozen", "asleep"]
 
 
 def normalize_engine_url(url: str) -> str:
-    """An engine's address, as it is told apart from others: people write it with and without the API's own path."""
+    """Returns an engine's URL without a trailing slash or the API's path, so that one engine has one URL."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 class Chunk(Struct, gc=False):
-    """One step of a generation, as the engine reported it. Fields are empty where this step says nothing of them."""
+    """One step of a generation, as the engine reported it. Fields that the step does not report are empty."""
 
     events: list[ReplyEvent] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
@@ -30,7 +31,7 @@ class Chunk(Struct, gc=False):
     prompt_json: bytes | None = None  # the same as a JSON list, where that is how the engine gave them
     versions: list[VersionSpan] | None = None  # as the engine labels them, over the whole reply
     routed_experts: bytes | None = None
-    reasoning_tokens: int | None = None  # how many of the ids are reasoning, where somebody counted
+    reasoning_tokens: int | None = None  # how many of the ids are reasoning, if they were counted
     alternatives: list[TokenLogprob] | None = None  # for a harness that asked for log-probabilities itself
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None
@@ -38,33 +39,31 @@ class Chunk(Struct, gc=False):
 
 
 class TokenPrompt(Struct, frozen=True):
-    """A prompt as token ids, and the same as JSON (a list without its brackets): the longest part of what is sent, and
-    mostly known from the call before."""
+    """A prompt as token ids, and as a JSON list without its brackets: the longest part of a request to the engine, and
+    mostly known from the previous call."""
 
     ids: TokenIds
     json: bytes
 
 
 class Capabilities(Struct):
-    """What an engine can do, as found by a probe (`polar doctor`) or known of its kind."""
+    """What an engine can do, as found by a probe (`polar doctor`) or known from its kind."""
 
     logprobs: LogprobKind = "none"
     accepts_token_ids: bool = False  # prompts of token ids, and ids back
-    reports_weight_version: bool = (
-        False  # whatever it says of versions is true of its weights, whoever told it otherwise
-    )
+    reports_weight_version: bool = False  # the version that it reports is always that of its weights
     context_length: int | None = None
     models: list[str] = field(default_factory=list)
 
 
 class Engine(Protocol):
-    """One replica. Raises EngineError; everything else it raises is a bug."""
+    """One replica. Raises EngineError; any other exception is a bug."""
 
     url: str
     capabilities: Capabilities
 
     async def start(self) -> Capabilities:
-        """Connects and finds out what there is."""
+        """Connects, and returns what the engine can do."""
         ...
 
     def generate(
@@ -77,51 +76,51 @@ class Engine(Protocol):
         ...
 
     def find_tokenizer_folder(self) -> str | None:
-        """The folder of the model's tokenizer and chat template, where one is known."""
+        """Returns the folder of the model's tokenizer and chat template, if it is known."""
         ...
 
     def apply_sampling_defaults(self, sampling: SamplingParams) -> SamplingParams:
-        """Sampling as it will be used: what the harness left open is filled in."""
+        """Fills in the sampling parameters that the harness left open."""
         ...
 
     async def count_tokens(self, request: Request) -> int:
-        """The prompt's length, without sampling."""
+        """Counts the prompt's tokens without sampling."""
         ...
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """The ids of a text, without those that a prompt begins or ends with; None where the engine doesn't tell."""
+        """Returns the ids of a text without special tokens around it, or None if the engine can't tokenize."""
         ...
 
     async def reports_version_spans(self) -> bool:
-        """Whether the engine itself says which weights sampled which tokens."""
+        """Whether the engine reports which weights sampled which tokens."""
         ...
 
     async def count_running_calls(self) -> int | None:
-        """How many calls are being sampled right now; None where the engine doesn't tell."""
+        """Returns how many calls are being sampled right now, or None if the engine does not report it."""
         ...
 
     @property
     def connections_opened(self) -> int:
-        """Made to the server so far."""
+        """How many connections were made to the server so far."""
         ...
 
     async def get_process_start_time(self) -> float | None:
-        """When the server's process was started; None where the engine doesn't tell."""
+        """Returns when the server's process was started, or None if the engine does not report it."""
         ...
 
     async def get_state(self) -> EngineState | None:
-        """How it stands, whoever told it to; None where the engine doesn't tell."""
+        """Returns the state that this or another client has put the engine in, or None if it does not report it."""
         ...
 
     async def freeze(self) -> bool:
-        """Stops sampling where it stands, running calls included; False where the engine can't."""
+        """Stops sampling at once, in the middle of running calls. Returns False if the engine can't."""
         ...
 
     async def thaw(self) -> None: ...
 
     async def sleep(self) -> bool:
-        """Gives the accelerator's memory back, cache and all, until it is woken; False where the engine can't. Only
-        while nothing runs."""
+        """Frees the accelerator's memory, cache included, until `wake`. Returns False if the engine can't. Call it only
+        while no call runs."""
         ...
 
     async def wake(self) -> None: ...
@@ -130,20 +129,17 @@ class Engine(Protocol):
 
 
 class LaunchedEngine(Protocol):
-    """A server that an engine's kind brought up by itself, because none was configured. A kind that can has an
-    `async def launch(settings) -> Launched`."""
+    """A server that an engine's kind launched because none was configured. Such a kind has an
+    `async def launch(settings) -> LaunchedEngine`."""
 
     url: str
-    version: int  # of the weights that it began with
+    version: int  # of the weights that it started with
 
     async def stop(self) -> None: ...
 
 
-# How engines should be: the replicas of each run, the policy that they hold, and whether they stand still. Whoever has
-# engines makes it so (EngineFleet.apply).
-
-PauseState = Literal["freeze", "hold", "drain", "sleep", "settle"]
-"""settle: frozen calls hear of new weights before any engine goes on."""
+# The desired state of the engines: the replicas of each run, their policy versions, and whether generation is paused.
+# EngineFleet.apply brings it about.
 
 
 class DesiredReplica(Struct, frozen=True):
@@ -152,7 +148,8 @@ class DesiredReplica(Struct, frozen=True):
 
 
 class RunEngine(Struct, frozen=True):
-    """What the engines of a run are. None is as `[engine]` says; of another kind or model, as the engine says."""
+    """The engines of a run. None stands for the value in `[engine]` or, if kind or model differ, for the engine's
+    own."""
 
     kind: str | None = None
     model: str | None = None
@@ -163,7 +160,7 @@ class RunEngine(Struct, frozen=True):
 class DesiredPool(Struct, frozen=True):
     replicas: list[DesiredReplica] = []
     paused: PauseState | None = None
-    since: int = 0  # the generation in which calls were frozen last: who froze them earlier has missed a thaw
+    since: int = 0  # generation in which calls were frozen last: a fleet that froze them earlier has missed a thaw
     engine: RunEngine = RunEngine()
 
     @property
@@ -172,8 +169,8 @@ class DesiredPool(Struct, frozen=True):
 
 
 class DesiredEngines(Struct, frozen=True):
-    """The engines of every run that has some of its own; the others use those of "default"."""
+    """The engines of every run that has its own; the other runs use those of "default"."""
 
     generation: int = 0  # grows with every change
     pools: dict[str, DesiredPool] = {}
-    server: str = ""  # whose document it is: another one's numbers can't be compared with its
+    server: str = ""  # that made the document: generations of different servers can't be compared

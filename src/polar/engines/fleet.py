@@ -7,31 +7,32 @@ from collections.abc import Coroutine, Mapping
 import msgspec
 
 from polar.config import DEFAULT_RUN, EngineSettings
-from polar.engines.base import DesiredEngines, DesiredReplica, PauseState, RunEngine, normalize_engine_url
+from polar.engines.base import DesiredEngines, DesiredReplica, RunEngine, normalize_engine_url
 from polar.engines.pool import EnginePool
 from polar.engines.run_model import RunModel
 from polar.errors import EngineError
 from polar.plugins import load
+from polar.records.policy import PauseState
 
 log = logging.getLogger(__name__)
 
 
 class EngineFleet:
-    """Each run has one model. Where it names no kind or model of its own, those of the settings."""
+    """The engine pools of all runs. Each run has one model, by default that of the settings."""
 
     def __init__(self, settings: EngineSettings, default: EnginePool | None = None) -> None:
-        """Without a pool to begin with, there is no engine until `apply` names some."""
+        """Without a default pool, there is no engine until `apply` names some."""
         self._settings = settings
         self._pools = {DEFAULT_RUN: default or EnginePool([], RunModel(DEFAULT_RUN, settings))}
         self._generation = -1
-        self._frozen_since: dict[str, int] = {}  # by run: the freeze that was heard of last
-        self._server: str | None = None  # whose document is in force
+        self._frozen_since: dict[str, int] = {}  # by run: DesiredPool.since of the document in force
+        self._server: str | None = None  # that made the document in force
         self._awaits_desired_state = False
-        self._departing_pools: set[EnginePool] = set()  # of runs that have none of their own any more
+        self._departing_pools: set[EnginePool] = set()  # of runs that no longer have their own
 
     @classmethod
     async def from_settings(cls, settings: EngineSettings) -> "EngineFleet":
-        """With the configured engines, or the launched one, as those of "default"."""
+        """Creates a fleet whose default pool has the configured engines, or a launched one."""
         return cls(settings, await EnginePool.from_settings(settings))
 
     @property
@@ -45,15 +46,15 @@ class EngineFleet:
         return self._pools.get(run) or self.default
 
     def get_pools_by_run(self) -> Mapping[str, EnginePool]:
-        """Those of runs that have some of their own, and "default"."""
+        """Returns the pools of runs that have their own, and "default"."""
         return self._pools
 
     async def start(self) -> None:
         await self.default.start()
 
     async def start_held(self) -> None:
-        """Instead of `start`, where a document will say how engines are to be (`apply`): until then calls are held, and
-        engines are asked only for what they can tell while they stand still."""
+        """Starts with all calls held until `apply` brings the desired state. Until then, engines are probed only as far
+        as they can be while they stand still."""
         self._awaits_desired_state = True
         self.default.gate.close()
         await self.default.start(may_sample=False)
@@ -62,16 +63,15 @@ class EngineFleet:
         await asyncio.gather(*(pool.close() for pool in (*self._pools.values(), *self._departing_pools)))
 
     async def apply(self, engines: DesiredEngines) -> dict[str, list[str]]:
-        """Makes everything be as the document says: replicas, their versions, pauses. What could not be done is
-        returned by run, in words; the rest is done all the same, and the same document can be applied again. One that
-        is older than what is in force, and of the same server, is ignored; a newer one may be applied while an older
-        one still waits for calls to end."""
+        """Brings about the desired state: replicas, their versions, pauses. Returns problems by run; everything else is
+        done all the same, and the document can be applied again. A document older than the one in force, of the same
+        server, is ignored; a newer one may be applied while an older one still waits for calls to end."""
         if engines.server == self._server and engines.generation < self._generation:
             return {}
-        first = self._server is None
+        is_first = self._server is None
         self._generation, self._server, self._awaits_desired_state = engines.generation, engines.server, False
         self._departing_pools = {pool for pool in self._departing_pools if pool.has_departing_replicas}
-        # First all that takes no waiting: no call gets in between.
+        # The steps without waiting come first, so that no call gets in between.
         for run in self._pools.keys() - engines.pools.keys() - {DEFAULT_RUN}:
             self._retire_pool(self._pools.pop(run))
         for run, state in engines.pools.items():
@@ -82,7 +82,7 @@ class EngineFleet:
                 pool.note_missed_thaw()
             self._frozen_since[run] = state.since
             self._reconcile_replicas(pool, state.replicas)
-            for replica in pool.replicas if first else []:
+            for replica in pool.replicas if is_first else []:
                 replica.state_unknown = True
         pools = {run: self._pools[run] for run in engines.pools}
         problems = await _collect_problems(
@@ -95,7 +95,7 @@ class EngineFleet:
         return problems
 
     def _prepare_pool(self, run: str, engine: RunEngine) -> EnginePool:
-        """The run's pool; a new one where it has another engine now."""
+        """Returns the run's pool; a new one if its engine's settings have changed."""
         settings = self._derive_settings(engine)
         pool = self._pools.get(run)
         if pool is not None and pool.model.settings != settings:
@@ -107,7 +107,8 @@ class EngineFleet:
         return pool
 
     def _derive_settings(self, engine: RunEngine) -> EngineSettings:
-        """The settings of a run's engine. With another kind or model, nothing of the default's model holds."""
+        """Derives the settings of a run's engine. With another kind or model, the default's model settings don't
+        apply."""
         changes = {name: value for name, value in msgspec.structs.asdict(engine).items() if value is not None}
         if engine.kind is not None or engine.model is not None:
             changes = {"model": None, "tokenizer": None, "template_kwargs": {}} | changes
@@ -116,8 +117,8 @@ class EngineFleet:
         return self._settings.model_copy(update=changes)
 
     def _reconcile_replicas(self, pool: EnginePool, desired: list[DesiredReplica]) -> None:
-        """Versions are set before anything is frozen or thawed: calls that stand frozen will know where the new weights
-        began, once they are settled, and those that run won't."""
+        """Adds and removes replicas, and sets versions. Versions are set before anything is frozen or thawed: when they
+        are settled, frozen calls know where the new weights began; running calls don't."""
         versions = {normalize_engine_url(replica.url): replica.version for replica in desired}
         for replica in list(pool.replicas):
             if replica.url in versions:
@@ -130,8 +131,8 @@ class EngineFleet:
             pool.add(kind(url, settings), version)
 
     def _retire_pool(self, pool: EnginePool) -> None:
-        """Its calls go on to their end; those that were held are told that there is no engine any more, and find
-        others when they ask again."""
+        """Removes a pool's replicas once their calls have ended. Held calls fail with an error that says that there is
+        no engine; when they are retried, they get the run's new pool."""
         self._reconcile_replicas(pool, [])
         pool.gate.open()
         self._departing_pools.add(pool)

@@ -1,4 +1,4 @@
-"""Calls to an engine's HTTP server, and its failures as `EngineError`s that say what follows."""
+"""Calls to an engine's HTTP server. Failures are `EngineError`s that say what to do."""
 
 import io
 import socket
@@ -21,7 +21,7 @@ _KIND_BY_STATUS: dict[int, ApiErrorKind] = {
 }
 
 _SINGLE_WRITE_BYTES = 256 * 1024
-"""Bytes of a body that are written in one go; more would keep others waiting."""
+"""A body up to this size is written at once; a larger one is written in pieces, so that other calls go on."""
 
 _CONTEXT_WORDS = (b"context length", b"context_length", b"context window", b"maximum input length", b"too many tokens")
 _LIMIT_WORDS = (b"max_tokens", b"max_completion_tokens", b"max_model_len")
@@ -38,14 +38,14 @@ _attempt: ContextVar[_Attempt | None] = ContextVar("attempt", default=None)
 
 class EngineHttpClient:
     def __init__(self, url: str, api_key: str | None, read_timeout: float) -> None:
-        """`silence` is how many seconds may pass without a byte before a call is given up."""
+        """`read_timeout` is how many seconds may pass without a byte before a call is given up."""
         self.url = url
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._read_timeout = read_timeout
         self.connections_opened = 0
-        """Made so far. A process that was started again is reached by new ones only."""
+        """How many connections were made. A restarted server is reached only through new ones."""
         self._http: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -53,7 +53,7 @@ class EngineHttpClient:
             await self._http.close()
             self._http = None
 
-    def _session(self) -> aiohttp.ClientSession:
+    def _get_session(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=self._make_socket),
@@ -65,7 +65,7 @@ class EngineHttpClient:
         return self._http
 
     def _make_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
-        """Called for each new connection. (aiohttp has traces for that, which take 1.5 % of a short call's CPU.)"""
+        """Counts a new connection. (aiohttp's traces could do that, but take 1.5 % of a short call's CPU.)"""
         self.connections_opened += 1
         if (attempt := _attempt.get()) is not None:
             attempt.reuses_connection = False
@@ -87,9 +87,9 @@ class EngineHttpClient:
             raise self.error_from_exception(error) from error
 
     async def _post_once(self, path: str, body: bytes) -> aiohttp.ClientResponse:
-        # Redirects are refused: prompts and keys go only where somebody said that they should.
-        data = body if len(body) <= _SINGLE_WRITE_BYTES else io.BytesIO(body)  # which is written piece by piece
-        return await self._session().post(self.url + path, data=data, allow_redirects=False)
+        # Redirects are refused: prompts and keys go only to configured addresses.
+        data = body if len(body) <= _SINGLE_WRITE_BYTES else io.BytesIO(body)  # aiohttp writes it piece by piece
+        return await self._get_session().post(self.url + path, data=data, allow_redirects=False)
 
     async def read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
@@ -99,18 +99,18 @@ class EngineHttpClient:
             raise self.error_from_exception(error) from error
 
     async def request(self, method: str, path: str, body: bytes | None = None, timeout: float = 30) -> bytes:
-        """A small call beside sampling: the answer's body."""
+        """Makes a short call and returns the answer's body. Raises EngineError for an error status."""
         status, text = await self._fetch(method, path, body, timeout)
         if status >= 300:
             raise self.error_from_response(status, text)
         return text
 
     async def post_if_supported(self, path: str, body: bytes | None = None, timeout: float = 30) -> bool:
-        """Tells the engine to do something; False where it knows of no such thing."""
+        """Makes a POST call. Returns False if the engine has no such route."""
         return await self._request_if_supported("POST", path, body, timeout) is not None
 
     async def get_if_supported(self, path: str) -> bytes | None:
-        """What the engine says of itself; None where it knows of no such thing."""
+        """Makes a GET call and returns the body, or None if the engine has no such route."""
         return await self._request_if_supported("GET", path, None, timeout=5)
 
     async def _request_if_supported(self, method: str, path: str, body: bytes | None, timeout: float) -> bytes | None:
@@ -124,7 +124,7 @@ class EngineHttpClient:
     async def _fetch(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with self._session().request(
+            async with self._get_session().request(
                 method, self.url + path, data=body, timeout=limit, allow_redirects=False
             ) as response:
                 return response.status, await response.read()
@@ -132,19 +132,19 @@ class EngineHttpClient:
             raise self.error_from_exception(error) from error
 
     def error_from_exception(self, error: Exception) -> EngineError:
-        what = str(error) or type(error).__name__
+        message = str(error) or type(error).__name__
         if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
             return EngineError(f"{self.url} did not answer in time.", kind="timeout", retry_elsewhere=True)
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             reason = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else None
             return EngineError(
-                f"{self.url} can't be reached: {reason or what}.", kind="overloaded", retry_elsewhere=True
+                f"{self.url} can't be reached: {reason or message}.", kind="overloaded", retry_elsewhere=True
             )
         if isinstance(error, aiohttp.ServerTimeoutError):
             return EngineError(f"{self.url} fell silent for {self._read_timeout:g} s.", kind="timeout")
         if isinstance(error, ValueError):
-            return EngineError(f"{self.url} answered something that is no chat completion: {what}.")
-        return EngineError(f"Connection lost: {self.url} broke off ({what}).", retry_elsewhere=True)
+            return EngineError(f"{self.url} answered something that is no chat completion: {message}.")
+        return EngineError(f"Connection lost: {self.url} broke off ({message}).", retry_elsewhere=True)
 
     def error_from_response(self, status: int, body: bytes, retry_after: str | None = None) -> EngineError:
         kind: ApiErrorKind = _KIND_BY_STATUS.get(status, "engine")
@@ -174,14 +174,14 @@ class _ErrorBody(Struct, gc=False):
 
 
 def _extract_message(body: bytes) -> str:
-    """What an engine says is wrong, out of the shapes in use."""
+    """Extracts the error message from the shapes that engines use."""
     try:
-        found = msgspec.json.decode(body, type=_ErrorBody)
+        answer = msgspec.json.decode(body, type=_ErrorBody)
     except (ValueError, RecursionError):
         return excerpt(body)
-    if isinstance(found.error, _ErrorBody):
-        found = found.error
-    return found.message or found.detail or (found.error if isinstance(found.error, str) else None) or excerpt(body)
+    if isinstance(answer.error, _ErrorBody):
+        answer = answer.error
+    return answer.message or answer.detail or (answer.error if isinstance(answer.error, str) else None) or excerpt(body)
 
 
 def excerpt(body: bytes) -> str:

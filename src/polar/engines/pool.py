@@ -1,12 +1,12 @@
-"""The replicas of one run's engine, as one: which one a call goes to, and pausing, weights and sleep of all of them.
+"""The replicas of one run's engine: routes calls to them, and pauses, updates and puts to sleep all of them together.
 
-Versions are kept per replica: a token's version is known if the replica held one version while the call ran, or if the
-call stood frozen while the version changed; otherwise it is unknown, and we say so.
+Versions are kept per replica: a token's version is known if the replica had one version while the call ran, or if the
+call stood frozen while the version changed; otherwise it is recorded as unknown.
 
-A session stays where its prefix is cached. One without a replica gets it by rendezvous hashing: replicas are ordered by
-a hash that depends on the session's group alone. So sessions of one task, which begin with the same prompt, meet at one
-replica, at every gateway and also after a restart; and a replica that comes or goes changes nothing for groups whose
-first choice is another.
+A session stays where its prefix is cached. A session without a replica gets one by rendezvous hashing: replicas are
+ranked by a hash that depends on the session's group alone. So sessions of one task, which begin with the same prompt,
+meet at one replica, at every gateway and also after a restart; and a replica that is added or removed changes nothing
+for groups whose first choice is another.
 
 Load comes first: a replica with clearly more calls than the mean takes no newcomers, which go to the next in their
 order. A session leaves its replica only at a much higher load, and takes its call's load along: so only the excess
@@ -31,15 +31,15 @@ from polar.types import Request
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MODEL_CHECK_SECONDS = 5.0  # that whoever adds an engine waits for what it says of its model
-_POLL_SECONDS = 0.05  # seconds between two looks at what still runs
-_NEWCOMER_LOAD_FACTOR = 1.25  # times the mean of calls: up to here a replica takes newcomers
-_RESIDENT_LOAD_FACTOR = 1.5  # times the mean: up to here it keeps those that it has
-_SLACK_CALLS = 16  # calls above the mean that no engine minds, and for which no session gives up its cache
+_MODEL_CHECK_SECONDS = 5.0  # that `check_models` waits for a replica
+_POLL_SECONDS = 0.05  # between two looks at running calls
+_NEWCOMER_LOAD_FACTOR = 1.25  # times the mean of calls: up to this load a replica takes new sessions
+_RESIDENT_LOAD_FACTOR = 1.5  # times the mean of calls: up to this load it keeps its sessions
+_SLACK_CALLS = 16  # calls above the mean for which no session gives up its cache
 
 
 class Gate:
-    """Open, or holding every new call until it opens again."""
+    """Holds every new call while it is closed."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -63,7 +63,7 @@ class Gate:
             return
         self.held += 1
         try:
-            while self.paused:  # it may have closed again by the time that a call hears of its opening
+            while self.paused:  # it may have closed again before this call was woken
                 await self._open.wait()
         finally:
             self.held -= 1
@@ -75,8 +75,8 @@ class EnginePool:
         self.replicas = [Replica(engine, model) for engine in engines]
         self.gate = Gate()
         self._switch_lock = asyncio.Lock()  # pausing and resuming take turns
-        self._should_sleep = False  # it was to sleep, and nobody has said otherwise since
-        self._switch_count = 0  # grows whenever somebody pauses or resumes
+        self._should_sleep = False  # `sleep` was the last switch
+        self._switch_count = 0  # grows with every pause, sleep and resume
         self._max_inflight = model.settings.max_inflight
         self._launched = launched
         self._probe_tasks: dict[Replica, asyncio.Task[None]] = {}
@@ -84,14 +84,14 @@ class EnginePool:
 
     @classmethod
     async def from_settings(cls, settings: EngineSettings) -> "EnginePool":
-        """The configured replicas; an engine that comes with a server of its own is launched where none is named. There
-        may be none yet of the others (`urls = []`): a trainer adds its own."""
+        """Creates a pool of the configured replicas. If none is named, a kind that can launches its own server. With
+        `urls = []` the pool is empty, and a trainer adds its own engines."""
         kind = load("engines", settings.kind)
         model = RunModel(DEFAULT_RUN, settings)
-        launches = hasattr(kind, "launch")
-        if settings.urls or ("urls" in settings.model_fields_set and not launches):
+        can_launch = hasattr(kind, "launch")
+        if settings.urls or ("urls" in settings.model_fields_set and not can_launch):
             return cls([kind(url, settings) for url in settings.urls], model)
-        if not launches:
+        if not can_launch:
             raise ConfigError(
                 'No engine is configured: set [engine] urls, for example ["http://127.0.0.1:8000"], or [] where a '
                 "trainer adds its own."
@@ -101,12 +101,11 @@ class EnginePool:
 
     @property
     def launched_versions(self) -> dict[str, int]:
-        """The engine that came with this process, where one did: its address, and the version that it began with."""
+        """The engine that was launched with this process, if any: its URL, and the version that it started with."""
         return {} if self._launched is None else {normalize_engine_url(self._launched.url): self._launched.version}
 
     async def start(self, *, may_sample: bool = True) -> None:
-        """Finds out what each replica can do; without `may_sample`, only what it can tell
-        while it stands still."""
+        """Probes each replica; without `may_sample`, only as far as an engine that stands still can answer."""
         await asyncio.gather(*(replica.try_probe(may_sample=may_sample) for replica in self.replicas))
 
     async def close(self) -> None:
@@ -122,17 +121,17 @@ class EnginePool:
     # Replicas that come and go
 
     def add(self, engine: Engine, version: int = 0) -> Replica:
-        """Calls go there from now on."""
+        """Adds a replica, which gets calls from now on."""
         replica = Replica(engine, self.model, version)
         self.replicas.append(replica)
         replica.check_for_restart()
-        if not self.gate.paused:  # else when calls may go on: an engine that stands still can't tell
+        if not self.gate.paused:  # else on resume: an engine that stands still can't be probed
             self._start_probe(replica)
         return replica
 
     async def check_models(self) -> list[str]:
-        """Why replicas are refused, which have another model than the run. One that does not answer soon, or stands
-        still, is looked at before its first call."""
+        """Returns why replicas are refused: they have another model than the run. A replica that does not answer in
+        time, or stands still, is checked before its first call."""
 
         async def check(replica: Replica) -> None:
             try:
@@ -140,7 +139,7 @@ class EnginePool:
                     await replica.check_model()
             except TimeoutError:
                 replica.mark_unreachable()
-            except EngineError as error:  # whoever probes it says so, too
+            except EngineError as error:  # the probe reports it, too
                 log.debug("%s", error)
 
         if not self.gate.paused:
@@ -153,7 +152,7 @@ class EnginePool:
             probe.add_done_callback(lambda _: self._probe_tasks.pop(replica, None))
 
     def remove(self, replica: Replica) -> None:
-        """It gets no more calls; its engine is let go when the last of those that run there has ended."""
+        """Removes a replica. Its engine is closed when the last call there has ended."""
         self.replicas.remove(replica)
         self._departing[replica] = asyncio.get_running_loop().create_task(self._close_when_idle(replica))
 
@@ -178,18 +177,18 @@ class EnginePool:
     # Which replica
 
     def pick(self, group: str, preferred: Replica | None, tried: set[Replica]) -> Replica:
-        """Raises EngineError where there is none left to try."""
-        left = self._list_routable(tried)
-        if not left:
+        """Chooses a replica that was not tried yet. Raises EngineError if there is none."""
+        untried = self._list_routable(tried)
+        if not untried:
             raise EngineError("There is no engine to call: add one, or wake those that sleep.", kind="overloaded")
-        up = [replica for replica in left if not replica.down]
-        return choose_replica(group, preferred, up or left, self._max_inflight)
+        reachable = [replica for replica in untried if not replica.down]
+        return choose_replica(group, preferred, reachable or untried, self._max_inflight)
 
     def _list_routable(self, tried: set[Replica]) -> list[Replica]:
         return [replica for replica in self.replicas if replica not in tried and not replica.asleep]
 
     async def wait_until_routable(self) -> None:
-        """Until there is a replica to call. Raises EngineError where none is, though nobody holds calls back."""
+        """Waits until there is a replica to call. Raises EngineError if there is none although the gate is open."""
         if not self._list_routable(set()):
             await self.gate.wait_until_open()
             self.pick("", None, set())
@@ -207,10 +206,11 @@ class EnginePool:
         call: RunningCall,
         on_chosen: Callable[[Replica], None],
     ) -> AsyncGenerator[Chunk, None]:
-        """Samples on a replica, and on another where one can't be reached or refuses before its first chunk. While
-        generation is paused, calls are held, also those whose engine goes away under them.
+        """Samples on a replica, and on another one if that can't be reached or refuses before its first chunk. While
+        generation is paused, calls are held, also those whose engine has failed.
 
-        `on_chosen` is called with the replica each time before the call starts there. Calls of a `group` begin alike.
+        `on_chosen` is called with the replica each time before the call starts there. Calls of one `group` have
+        prompts that begin alike.
         """
         tried: set[Replica] = set()
         while True:
@@ -221,35 +221,35 @@ class EnginePool:
             on_chosen(replica)
             replica.enter(call)
             chunks = replica.engine.generate(request, stream=stream, prompt=prompt)
-            begun = False
+            has_begun = False
             try:
                 await replica.ensure_probed()
                 async for chunk in chunks:
-                    if not begun:
-                        begun = True
+                    if not has_begun:
+                        has_begun = True
                         replica.mark_reachable()
                         replica.check_for_restart()
                     yield chunk
                 return
             except EngineError as error:
-                if begun or not error.retry_elsewhere:
+                if has_begun or not error.retry_elsewhere:
                     raise
-                if error.kind == "overloaded":  # any other failure may be this request's own
+                if error.kind == "overloaded":  # the request may be the cause of other failures
                     replica.mark_unreachable()
                 if not self._may_retry(tried, replica):
                     raise
             finally:
-                try:  # before the call is recorded, and long known where sampling took a while
+                try:  # the check must have ended before the call is recorded
                     await replica.wait_for_restart_check()
-                finally:  # also where the call is cancelled again meanwhile
+                finally:  # also if the call is cancelled meanwhile
                     replica.leave(call)
-                    # An abandoned stream must end at the engine now, not when the garbage collector comes by.
+                    # An abandoned stream must end at the engine now, not when it is garbage-collected.
                     await chunks.aclose()
 
     def _may_retry(self, tried: set[Replica], replica: Replica) -> bool:
-        """Whether a call that failed at a replica has another chance."""
+        """Whether a call that failed at a replica may be tried again."""
         if self.gate.paused:
-            tried.clear()  # by the time that it may go on, all may be well
+            tried.clear()  # every replica may have recovered when the gate opens
             return True
         tried.add(replica)
         return bool(self._list_routable(tried))
@@ -270,9 +270,9 @@ class EnginePool:
     # Policy
 
     async def pause(self, *, freeze: bool = True) -> bool:
-        """Holds new calls and, where the engine can, freezes the running ones; without `freeze` they run on. True if
-        all stand still. Engines that sleep are woken: so weights can be loaded before calls go on. A failure is told
-        when all that could be done is done."""
+        """Holds new calls and freezes the running ones if the engine can; without `freeze` they run on. Returns whether
+        all calls stand still. Sleeping engines are woken, so that weights can be loaded before calls go on. Raises the
+        first failure after all replicas were switched."""
         async with self._switch_lock:
             self._switch_count += 1
             self._should_sleep = False
@@ -290,7 +290,7 @@ class EnginePool:
         return self.gate.frozen or not any(replica.running for replica in self.replicas)
 
     async def drain(self) -> None:
-        """Holds new calls, and waits for the running ones; or until somebody says otherwise."""
+        """Holds new calls, and waits until the running ones have ended or another switch was made."""
         await self.pause(freeze=False)
         turn = self._switch_count
         while self._switch_count == turn:
@@ -299,13 +299,13 @@ class EnginePool:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def settle(self) -> None:
-        """Frozen calls hear of new weights; all stays as it is otherwise."""
+        """Announces new weights to frozen calls, and changes nothing else."""
         async with self._switch_lock:
             await self._refresh_states()
             self._settle()
 
     def note_missed_thaw(self) -> None:
-        """Calls that stood frozen may have gone on meanwhile, under whatever weights, and have been frozen again."""
+        """Notes that frozen calls may have gone on meanwhile, with unknown weights, and were frozen again."""
         for replica in self.replicas:
             replica.frozen = False
 
@@ -326,8 +326,8 @@ class EnginePool:
         )
 
     async def sleep(self) -> bool:
-        """Holds new calls, waits for the running ones (frozen ones go on), and has the engines give their memory back.
-        True if all sleep; False where one can't, or where it was paused otherwise, or resumed, before all had ended."""
+        """Holds new calls, waits for the running ones (frozen ones are thawed), and makes the engines free their
+        memory. Returns whether all of them sleep: False if one can't, or if another switch was made meanwhile."""
         async with self._switch_lock:
             self._switch_count += 1
             self._should_sleep = True
@@ -345,16 +345,16 @@ class EnginePool:
         return all(asleep)
 
     async def _is_busy(self) -> bool:
-        """Whether calls run at the engines, also those of others: they would be broken off."""
+        """Whether calls run at the engines, including other gateways' calls: sleep would break them off."""
         if any(replica.running for replica in self.replicas):
             return True
         awake = [replica.engine for replica in self.replicas if not replica.asleep]
         return any(await asyncio.gather(*(engine.count_running_calls() for engine in awake)))
 
     async def resume(self, *, exclusive: bool = True) -> None:
-        """Lets calls go on, also where a replica can't be thawed or woken: that is told, and tried again by the next
-        resume. Where all of them sleep on, calls stay held. Without `exclusive`, other gateways share the engines, and
-        whoever resumes has called `settle` before."""
+        """Lets calls go on, even if a replica can't be thawed or woken: that failure is raised, and the next resume
+        tries again. If all replicas stay asleep, calls stay held. Without `exclusive`, other gateways share the
+        engines, and the caller must have called `settle` before."""
         async with self._switch_lock:
             self._switch_count += 1
             self._should_sleep = False
@@ -370,7 +370,7 @@ class EnginePool:
         _raise_first_failure(answers)
 
     def set_version(self, version: int, url: str | None = None) -> list[Replica]:
-        """The weights of one replica (default: all) are now those of `version`."""
+        """Notes that the weights of one replica (default: all) are now those of `version`. Returns the replicas."""
         changed = [replica for replica in self.replicas if url is None or replica.url == normalize_engine_url(url)]
         for replica in changed:
             replica.set_version(version)
@@ -378,7 +378,7 @@ class EnginePool:
 
 
 async def _gather_outcomes(steps: Iterable[Awaitable[T]]) -> list[T | BaseException]:
-    """Each to its end, whatever becomes of the others."""
+    """Awaits all steps, and returns the result or the exception of each."""
     return await asyncio.gather(*steps, return_exceptions=True)
 
 
@@ -392,7 +392,7 @@ def _raise_first_failure(answers: Iterable[object]) -> None:
 
 
 class RoutableReplica(Protocol):
-    """What is asked of a replica."""
+    """What routing needs of a replica."""
 
     @property
     def url(self) -> str: ...
@@ -405,8 +405,8 @@ ReplicaT = TypeVar("ReplicaT", bound=RoutableReplica)
 
 
 def choose_replica(group: str, home: ReplicaT | None, replicas: Sequence[ReplicaT], max_calls: int) -> ReplicaT:
-    """One of `replicas`, of which there must be some. `home` is where the session was last; `max_calls` is how many
-    calls a replica should get at most. Where none has room, the least busy one is taken."""
+    """Chooses one of `replicas`, which must not be empty. `home` is where the session's last call went; `max_calls` is
+    how many calls a replica should have at most. If none has room, the least busy one is chosen."""
     mean = (1 + sum(len(replica.running) for replica in replicas)) / len(replicas)
     if (
         home is not None
@@ -414,18 +414,18 @@ def choose_replica(group: str, home: ReplicaT | None, replicas: Sequence[Replica
         and len(home.running) < min(max_calls, max(_RESIDENT_LOAD_FACTOR * mean, mean + _SLACK_CALLS))
     ):
         return home
-    ordered = rank_replicas(group, replicas)
+    ranked = rank_replicas(group, replicas)
     room = min(max_calls, max(1, int(_NEWCOMER_LOAD_FACTOR * mean)))
     return next(
-        (replica for replica in ordered if len(replica.running) < room),
-        min(ordered, key=lambda replica: len(replica.running)),
+        (replica for replica in ranked if len(replica.running) < room),
+        min(ranked, key=lambda replica: len(replica.running)),
     )
 
 
 def rank_replicas(group: str, replicas: Sequence[ReplicaT]) -> list[ReplicaT]:
-    """The replicas as a group prefers them."""
-    return sorted(replicas, key=lambda replica: _rendezvous_hash(group, replica.url), reverse=True)
+    """Ranks the replicas in a group's order of preference."""
+    return sorted(replicas, key=lambda replica: _compute_rendezvous_hash(group, replica.url), reverse=True)
 
 
-def _rendezvous_hash(group: str, url: str) -> bytes:
+def _compute_rendezvous_hash(group: str, url: str) -> bytes:
     return hashlib.blake2b(f"{group}\0{url}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

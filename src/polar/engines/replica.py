@@ -1,4 +1,4 @@
-"""One replica of an engine: what runs there, which policy it holds, and whether it can be called at all."""
+"""One replica of an engine: its running calls, its policy version, and whether it can be called."""
 
 import asyncio
 import logging
@@ -13,11 +13,11 @@ from polar.errors import EngineError
 log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.5, 15.0
-_PROBE_TIMEOUT_SECONDS = 30.0  # seconds; an engine that hangs must not keep everything from starting
+_PROBE_TIMEOUT_SECONDS = 30.0  # an engine that hangs must not prevent the start
 
 
 class RunningCall(Protocol):
-    """A call in progress, as far as a weight update concerns it."""
+    """A running call, as its replica notifies it of weight updates."""
 
     def on_version_changed(self, version: int, *, frozen: bool) -> None: ...
 
@@ -36,15 +36,15 @@ class Replica:
         self._closed = False
         self.version = version
         self.frozen = False
-        self.may_be_frozen = False  # it may stand frozen: nobody knows whether it heard what it was told
+        self.may_be_frozen = False  # a freeze or thaw failed, so its effect is unknown
         self.asleep = False
-        self.weights_lost = False  # its process was started again: nobody knows what it samples with
-        self._process_start_time: float | None = None  # when the process was started that has the version's weights
-        self._known_connections = -1  # how many there were when the process was looked at last
+        self.weights_lost = False  # its process was restarted, so its weights are unknown
+        self._process_start_time: float | None = None  # of the process that has the version's weights
+        self._known_connections = -1  # connections made when the process was checked last
         self._restart_check: asyncio.Task[None] | None = None
         self.state_unknown = False  # another process may have frozen it, or sent it to sleep, before this one began
         self.running: set[RunningCall] = set()
-        self._announced_version = version  # the version that running calls know of
+        self._announced_version = version  # the version that was announced to running calls
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_probed = False
@@ -68,11 +68,11 @@ class Replica:
             self._idle.set()
 
     async def wait_until_idle(self) -> None:
-        """Until no call of ours runs there."""
+        """Waits until no call of this gateway runs there."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        async with self._model_lock:  # whoever asks it for its model would open another connection
+        async with self._model_lock:  # a later `check_model` would open another connection
             self._closed = True
         await self.engine.close()
 
@@ -83,7 +83,7 @@ class Replica:
         return time.monotonic() < self._down_until
 
     def mark_unreachable(self) -> None:
-        """Not reached: leave it alone for a while, longer each time."""
+        """Notes that the replica could not be reached: it gets no calls for a while, longer each time."""
         self._failures += 1
         self._down_until = time.monotonic() + min(
             _FIRST_BACKOFF_SECONDS * 2 ** (self._failures - 1), _MAX_BACKOFF_SECONDS
@@ -98,8 +98,8 @@ class Replica:
         return self._is_probed
 
     async def ensure_probed(self, *, may_sample: bool = True) -> None:
-        """Finds out what the engine can do, once. Raises EngineError where it can't be reached. Without `may_sample`,
-        only what it can tell while it stands still."""
+        """Probes the engine once. Raises EngineError if it can't be reached. Without `may_sample`, finds out only what
+        an engine that stands still can answer."""
         if self._is_probed:
             return
         async with self._probe_lock:
@@ -108,21 +108,23 @@ class Replica:
             await self.check_model()
             if not may_sample:
                 return
-            found = self.engine.capabilities
-            if found.logprobs != "none":
+            capabilities = self.engine.capabilities
+            if capabilities.logprobs != "none":
                 try:
                     async with asyncio.timeout(_PROBE_TIMEOUT_SECONDS):
                         kind = await detect_logprob_kind(self.engine)
-                    found.logprobs = kind if kind != "none" else found.logprobs
+                    capabilities.logprobs = kind if kind != "none" else capabilities.logprobs
                 except (EngineError, TimeoutError) as error:
-                    log.warning("Log-probabilities of %s are taken for %s ones: %r", self.url, found.logprobs, error)
+                    log.warning(
+                        "Log-probabilities of %s are taken for %s ones: %r", self.url, capabilities.logprobs, error
+                    )
                     if isinstance(error, TimeoutError) or error.retry_elsewhere:
-                        return  # and asked about again by the next call
+                        return  # the next call probes again
             self._is_probed = True
 
     async def check_model(self) -> None:
-        """Connects, and finds out once whether the engine has the run's model. Raises EngineError where it can't be
-        reached, or has not."""
+        """Connects, and checks once that the engine has the run's model. Raises EngineError if it can't be reached, or
+        has another model."""
         async with self._model_lock:
             if self._has_right_model:
                 return
@@ -137,7 +139,7 @@ class Replica:
             self.refusal, self._has_right_model = None, True
 
     async def try_probe(self, *, may_sample: bool = True) -> None:
-        """One that can't be reached yet is tried again by its first call."""
+        """Probes the engine. If it can't be reached yet, its first call probes it again."""
         try:
             await self.ensure_probed(may_sample=may_sample)
         except EngineError as error:
@@ -147,12 +149,13 @@ class Replica:
     # Standing still
 
     async def refresh_state(self) -> None:
-        """How another process left it. One that does not answer is taken to be as it would begin."""
+        """Asks for the state in which another process left the engine. If there is no answer, the state stays as it
+        is."""
         self.state_unknown = False
         try:
             state = await self.engine.get_state()
         except EngineError as error:
-            log.warning("Nobody knows whether %s stands still: %s", self.url, error)
+            log.warning("It is unknown whether %s stands still: %s", self.url, error)
             return
         if state is not None:
             self.asleep = state == "asleep"
@@ -162,7 +165,7 @@ class Replica:
         try:
             self.frozen = await self.engine.freeze() or self.frozen
         except EngineError as error:
-            self.may_be_frozen = self.may_be_frozen or error.kind != "overloaded"  # one that is gone comes back running
+            self.may_be_frozen = self.may_be_frozen or error.kind != "overloaded"  # a restarted engine runs
             self.mark_unreachable()
             raise
         if self.frozen:
@@ -171,13 +174,13 @@ class Replica:
         return self.frozen
 
     async def thaw(self) -> None:
-        """Calls that have not heard of new weights until now can't know where they begin: where several gateways share
-        an engine, another one may have let it go on already."""
-        self._announce_version(known=False)
+        """Thaws the engine. Calls to which new weights were not announced before can't know where these begin: another
+        gateway that shares the engine may have thawed it already."""
+        self._announce_version(frozen=False)
         try:
             await self.engine.thaw()
         except EngineError:
-            # It may go on or not: whoever runs there now must take the next change of weights for one in mid-call.
+            # It may run or not, so the next change of weights has no known boundary in calls that run there now.
             self.may_be_frozen = True
             self.mark_unreachable()
             raise
@@ -188,14 +191,14 @@ class Replica:
         self.may_be_frozen = False
 
     async def sleep(self) -> bool:
-        """Only while nothing runs there. One that another process was to send to sleep, and that can't tell whether it
-        did, is taken to sleep: not every engine stands being told twice."""
+        """Puts the engine to sleep; call it only while no call runs there. If its state is unknown and it does not
+        report it, it counts as asleep already: not every engine survives being put to sleep twice."""
         try:
             if self.state_unknown:
                 self.asleep = await self.engine.get_state() in ("asleep", None)
                 self.state_unknown = False
             if not self.asleep:
-                self.asleep = True  # also where nobody waits for the answer any more
+                self.asleep = True  # in case this task is cancelled before the answer
                 self.asleep = await self.engine.sleep()
         except EngineError as error:
             self._mark_possibly_asleep(error)
@@ -211,16 +214,17 @@ class Replica:
         self.asleep = False
 
     def _mark_possibly_asleep(self, error: EngineError) -> None:
-        """One that is gone comes back awake. Of any other nobody knows: it gets no call until it was woken."""
+        """Marks the replica after a failed sleep or wake. An unreachable engine will come back awake; any other may be
+        asleep, and gets no calls until it was woken."""
         self.asleep = error.kind != "overloaded"
         self.mark_unreachable()
 
     # Weights
 
     def settle(self) -> None:
-        """Frozen calls hear of new weights, and stay frozen: tokens that were on their way when they froze have come.
-        Where several gateways share an engine, all of them know before the first one lets it go on."""
-        self._announce_version(known=self.frozen)
+        """Announces new weights to frozen calls, which stay frozen: their last tokens have arrived by now. If several
+        gateways share an engine, all of them settle before the first one thaws it."""
+        self._announce_version(frozen=self.frozen)
 
     def set_version(self, version: int) -> None:
         if version != self.version:
@@ -228,11 +232,11 @@ class Replica:
             self.version = version
             self.check_for_restart()
         if not self.frozen:
-            self._announce_version(known=False)
+            self._announce_version(frozen=False)
 
     def check_for_restart(self) -> None:
-        """Asks the engine when its process was started, where connections were made since that was known: a process
-        that was started again has other weights than it was given. Version 0 are those that it starts with."""
+        """Asks the engine when its process was started, if new connections were made since the last check: a restarted
+        process has lost the weights that it was given. Version 0 is what it starts with."""
         stale = self.engine.connections_opened != self._known_connections
         if (
             stale
@@ -243,20 +247,20 @@ class Replica:
             self._restart_check = asyncio.get_running_loop().create_task(self._check_process())
 
     async def wait_for_restart_check(self) -> None:
-        """Until an answer that is under way has come."""
+        """Waits for a restart check that is under way."""
         if self._restart_check is not None:
             await asyncio.wait({self._restart_check})
 
     async def _check_process(self) -> None:
         try:
             version = self.version
-            started = await self.engine.get_process_start_time()
-            if started is None or version != self.version:
+            started_at = await self.engine.get_process_start_time()
+            if started_at is None or version != self.version:
                 return
             self._known_connections = self.engine.connections_opened
-            if self._process_start_time is not None and started > self._process_start_time:
+            if self._process_start_time is not None and started_at > self._process_start_time:
                 self._mark_weights_lost()
-            self._process_start_time = started
+            self._process_start_time = started_at
         except EngineError as error:
             log.debug("%s does not say when its process was started: %s", self.url, error)
         finally:
@@ -274,8 +278,8 @@ class Replica:
         for call in self.running:
             call.on_version_changed(self.version, frozen=False)
 
-    def _announce_version(self, *, known: bool) -> None:
+    def _announce_version(self, *, frozen: bool) -> None:
         if self.version != self._announced_version:
             self._announced_version = self.version
             for call in self.running:
-                call.on_version_changed(self.version, frozen=known)
+                call.on_version_changed(self.version, frozen=frozen)

@@ -62,7 +62,7 @@ class SglangEngine(VllmEngine):
     async def _open_generation(self, call: Request, prompt: TokenPrompt) -> aiohttp.ClientResponse:
         wants_logprobs = call.logprobs is not None
         fields = {
-            "sampling_params": _sampling_parameters(call),
+            "sampling_params": _build_sampling_parameters(call),
             "stream": call.stream,
             "return_logprob": wants_logprobs,
         }
@@ -129,7 +129,7 @@ def _encode_routed_experts(data: str, tokens: int, experts_per_token: int) -> by
     return encode_experts(flat.reshape(tokens, -1, experts_per_token))
 
 
-def _sampling_parameters(call: Request) -> dict[str, Any]:
+def _build_sampling_parameters(call: Request) -> dict[str, Any]:
     sampling = call.sampling
     named: dict[str, Any] = {
         "temperature": sampling.temperature,

@@ -19,7 +19,7 @@ class _Input(Struct):
     input: str
 
 
-def flat_name(namespace: str | None, name: str) -> str:
+def flatten_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -33,7 +33,7 @@ def flatten_request(request: Request) -> Request:
         tools=[_flatten_tool(tool) for tool in request.tools if tool.kind != "hosted"],
         messages=[_flatten_message(message) for message in request.messages],
     )
-    names = {tool.name: flat_name(tool.namespace, tool.name) for tool in request.tools}
+    names = {tool.name: flatten_name(tool.namespace, tool.name) for tool in request.tools}
     if request.tool_choice.names:
         choice = request.tool_choice
         flat.tool_choice = msgspec.structs.replace(choice, names=[names.get(name, name) for name in choice.names])
@@ -55,7 +55,7 @@ def _flatten_tool(tool: Tool) -> Tool:
         parameters = _FREEFORM
         if tool.grammar is not None:
             description += f"\n\nFormat of `input`: {bytes(tool.grammar).decode()}"
-    return Tool(flat_name(tool.namespace, tool.name), description, parameters, strict=tool.strict)
+    return Tool(flatten_name(tool.namespace, tool.name), description, parameters, strict=tool.strict)
 
 
 def _flatten_message(message: Message) -> Message:
@@ -74,7 +74,7 @@ def _flatten_part(part: Part) -> Part:
     arguments = part.arguments
     if part.kind == "custom":
         arguments = msgspec.json.encode(_Input(arguments)).decode()
-    return ToolCall(part.id, flat_name(part.namespace, part.name), arguments)
+    return ToolCall(part.id, flatten_name(part.namespace, part.name), arguments)
 
 
 class CallTranslator:
@@ -86,7 +86,7 @@ class CallTranslator:
 
     def __init__(self, tools: list[Tool]) -> None:
         self._special = {
-            flat_name(tool.namespace, tool.name): tool for tool in tools if tool.kind == "custom" or tool.namespace
+            flatten_name(tool.namespace, tool.name): tool for tool in tools if tool.kind == "custom" or tool.namespace
         }
         self._held: list[str] | None = None
 

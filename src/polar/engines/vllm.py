@@ -147,11 +147,15 @@ class VllmEngine(OpenAIEngine):
 
     def _generate_body(self, call: Request, prompt: TokenPrompt) -> bytes:
         stream = b',"stream":true,"stream_options":{"include_usage":true}' if call.stream else b""
-        model, parameters = msgspec.json.encode(call.model), msgspec.json.encode(_sampling_parameters(call))
+        model, parameters = msgspec.json.encode(call.model), msgspec.json.encode(_build_sampling_parameters(call))
         return b'{"model":%b,"sampling_params":%b%b,"token_ids":[%b]}' % (model, parameters, stream, prompt.json)
 
     def _completion_body(self, call: Request, prompt: TokenPrompt) -> bytes:
-        fields = _sampling_parameters(call) | {"model": call.model, "return_token_ids": True, "stream": call.stream}
+        fields = _build_sampling_parameters(call) | {
+            "model": call.model,
+            "return_token_ids": True,
+            "stream": call.stream,
+        }
         if call.stream:
             fields["stream_options"] = {"include_usage": True}
         return b'%b,"prompt":[%b]}' % (msgspec.json.encode(fields)[:-1], prompt.json)
@@ -294,7 +298,7 @@ class VllmEngine(OpenAIEngine):
         await self._http.request("POST", "/wake_up", timeout=SLEEP_TIMEOUT_SECONDS)
 
 
-def _sampling_parameters(call: Request) -> dict[str, Any]:
+def _build_sampling_parameters(call: Request) -> dict[str, Any]:
     """Sampling as vLLM names it; special tokens are wanted, since they are what was sampled."""
     sampling = call.sampling
     named: dict[str, Any] = {

@@ -25,7 +25,7 @@ class ArealExporter(TraceLines):
     name: ClassVar[str] = "areal"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "reward", "logprobs"))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         ids = trace_token_ids(trace)
         return {
             "input_ids": [ids.tolist()],

@@ -21,7 +21,7 @@ class ArtExporter(TraceLines):
     name: ClassVar[str] = "art"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         begin = len(trace.prompt_ids)
         ids = trace_token_ids(trace).tolist()
         mask = pad_over_prompt(trace, trace.loss_mask)
@@ -35,13 +35,13 @@ class ArtExporter(TraceLines):
             },
             "model": model,
             "tokens": ids,
-            "logprobs": _logprobs_or_nan(trace, mask),
+            "logprobs": _list_logprobs_or_nan(trace, mask),
             "flags": [FLAG_EXACT | FLAG_SAMPLED if sampled else FLAG_EXACT for sampled in mask],
             "polar": trace_metadata(item, index, trace),
         }
 
 
-def _logprobs_or_nan(trace: Trace, mask: list[int]) -> list[float | str]:
+def _list_logprobs_or_nan(trace: Trace, mask: list[int]) -> list[float | str]:
     if trace.logprobs is None:
         return ["NaN"] * len(mask)
     recorded = pad_over_prompt(trace, trace.logprobs, fill=0.0)

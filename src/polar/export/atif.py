@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from polar.export.base import ExportNeed, SessionItem, SessionLines
-from polar.export.messages import ConversationBranch, ConversationCall, chat_tools, collect_branches
+from polar.export.messages import ConversationBranch, ConversationCall, build_chat_tools, collect_branches
 from polar.types import Media, Message, Reasoning, Text, ToolCall, ToolResult
 
 SCHEMA_VERSION = "ATIF-v1.7"
@@ -29,12 +29,12 @@ class AtifExporter(SessionLines):
     name: ClassVar[str] = "atif"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages",))
 
-    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> list[dict[str, Any]]:
         found = [conversation for conversation in collect_branches(item) if not conversation.calls[0].is_raw_completion]
         if not found:
             self.left_out["session without an answered chat"] += 1
             return []
-        first, *others = [_trajectory(item, conversation) for conversation in found]
+        first, *others = [_build_trajectory(item, conversation) for conversation in found]
         first["extra"] = {
             "task_id": item.group_id,
             "reward": item.session_paths.reward,
@@ -48,7 +48,7 @@ class AtifExporter(SessionLines):
         return [first]
 
 
-def _trajectory(item: SessionItem, conversation: ConversationBranch) -> dict[str, Any]:
+def _build_trajectory(item: SessionItem, conversation: ConversationBranch) -> dict[str, Any]:
     calls = conversation.calls
     metadata = item.session.metadata
     steps = _StepWriter()
@@ -65,7 +65,7 @@ def _trajectory(item: SessionItem, conversation: ConversationBranch) -> dict[str
             "name": str(metadata.get("harness") or "unknown"),
             "version": str(metadata.get("harness_version") or "unknown"),
             "model_name": calls[0].call.request.model,
-            "tool_definitions": chat_tools(calls[-1].tools),
+            "tool_definitions": build_chat_tools(calls[-1].tools),
             "extra": {"role": calls[0].role, "agent_id": calls[0].agent_id},
         },
         "steps": steps.steps,
@@ -100,7 +100,7 @@ class _StepWriter:
         step["timestamp"] = datetime.fromtimestamp(exchange.ended_at, UTC).isoformat()
         step["model_name"] = one.call.request.model
         step["llm_call_count"] = 1
-        step["metrics"] = _metrics(one)
+        step["metrics"] = _build_metrics(one)
         step["extra"] = {
             "exchange_id": exchange.exchange_id,
             "role": one.role,
@@ -112,21 +112,26 @@ class _StepWriter:
         }
 
     def _add_step(self, source: str, message: Message) -> dict[str, Any]:
-        step: dict[str, Any] = {"step_id": len(self.steps) + 1, "source": source, "message": _content(message.parts)}
+        step: dict[str, Any] = {
+            "step_id": len(self.steps) + 1,
+            "source": source,
+            "message": _build_content(message.parts),
+        }
         thoughts = [part.text for part in message.parts if isinstance(part, Reasoning)]
         calls = [part for part in message.parts if isinstance(part, ToolCall)]
         if thoughts and source == "agent":
             step["reasoning_content"] = "".join(thoughts)
         if calls and source == "agent":
             step["tool_calls"] = [
-                {"tool_call_id": call.id, "function_name": call.name, "arguments": _arguments(call)} for call in calls
+                {"tool_call_id": call.id, "function_name": call.name, "arguments": _decode_arguments(call)}
+                for call in calls
             ]
             self._step_by_call_id |= {call.id: step for call in calls}
         self.steps.append(step)
         return step
 
     def _add_observation(self, result: ToolResult) -> None:
-        seen: dict[str, Any] = {"content": _content(result.parts)}
+        seen: dict[str, Any] = {"content": _build_content(result.parts)}
         step = self._step_by_call_id.get(result.call_id)
         if step is None:  # of a call that is not in this trajectory
             step = self._add_step("system", Message("system", []))
@@ -137,7 +142,7 @@ class _StepWriter:
         step.setdefault("observation", {"results": []})["results"].append(seen)
 
 
-def _metrics(one: ConversationCall) -> dict[str, Any]:
+def _build_metrics(one: ConversationCall) -> dict[str, Any]:
     exchange, usage = one.exchange, one.exchange.usage
     metrics: dict[str, Any] = {
         "prompt_tokens": usage.prompt,
@@ -153,14 +158,14 @@ def _metrics(one: ConversationCall) -> dict[str, Any]:
     return metrics
 
 
-def _arguments(call: ToolCall) -> dict[str, Any]:
+def _decode_arguments(call: ToolCall) -> dict[str, Any]:
     try:
         return msgspec.json.decode(call.arguments, type=dict[str, Any])
     except msgspec.DecodeError:
         return {"input": call.arguments}
 
 
-def _content(parts: list[Any]) -> str | list[dict[str, Any]]:
+def _build_content(parts: list[Any]) -> str | list[dict[str, Any]]:
     """Text where there is nothing else."""
     if not any(isinstance(part, Media) for part in parts):
         return "".join(part.text for part in parts if isinstance(part, Text))
@@ -169,11 +174,11 @@ def _content(parts: list[Any]) -> str | list[dict[str, Any]]:
         if isinstance(part, Text):
             shown.append({"type": "text", "text": part.text})
         elif isinstance(part, Media):
-            shown.append(_media(part))
+            shown.append(_build_media(part))
     return shown
 
 
-def _media(media: Media) -> dict[str, Any]:
+def _build_media(media: Media) -> dict[str, Any]:
     path = media.url if media.url is not None else f"data:{media.media_type};base64,{media.data}"
     if media.kind == "image" and media.media_type in _IMAGE_TYPES and media.file_id is None:
         return {"type": "image", "source": {"media_type": media.media_type, "path": path}}

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from polar.config import DEFAULT_RUN
 from polar.records import wire
-from polar.records.exchange import Exchange
+from polar.records.exchange import Exchange, TokenIds
 from polar.records.result import SessionResult
 from polar.records.session import Evidence, EvidenceKind, SessionSummary, is_suspicious
 from polar.records.spans import TRAINABLE_ROLES, ExchangeRole
-from polar.records.trajectory import NO_VERSION, Ids, SessionPaths, Trace, Trajectory
+from polar.records.trajectory import NO_VERSION, SessionPaths, Trace, Trajectory
 from polar.trajectory.checker import SessionCheck
 from polar.trajectory.session import SessionCall
 
@@ -135,20 +135,20 @@ class SessionLines(JsonLines):
     """One whose lines are each of one session."""
 
     @abstractmethod
-    def lines(self, item: SessionItem) -> Iterable[Any]: ...
+    def build_lines(self, item: SessionItem) -> Iterable[Any]: ...
 
     def feed(self, item: SessionItem) -> bytes:
-        return self.encode_rows(self.lines(item))
+        return self.encode_rows(self.build_lines(item))
 
 
 class TraceLines(SessionLines):
     """One with a line for each trace."""
 
-    def lines(self, item: SessionItem) -> Iterable[Any]:
-        return [self.row(item, index, trace) for index, trace in enumerate(item.trajectory.traces)]
+    def build_lines(self, item: SessionItem) -> Iterable[Any]:
+        return [self.build_row(item, index, trace) for index, trace in enumerate(item.trajectory.traces)]
 
     @abstractmethod
-    def row(self, item: SessionItem, index: int, trace: Trace) -> Any: ...
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> Any: ...
 
 
 def trace_metadata(item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def trace_metadata(item: SessionItem, index: int, trace: Trace) -> dict[str, Any
     }
 
 
-def trace_token_ids(trace: Trace) -> Ids:
+def trace_token_ids(trace: Trace) -> TokenIds:
     """Prompt and response."""
     return np.concatenate([trace.prompt_ids, trace.response_ids])
 
@@ -186,7 +186,7 @@ def pad_over_prompt(trace: Trace, values: NDArray[Any], *, fill: float = 0) -> l
     return [fill] * len(trace.prompt_ids) + list(values.tolist())
 
 
-def logprobs_as_list(trace: Trace) -> list[float] | None:
+def list_logprobs(trace: Trace) -> list[float] | None:
     return None if trace.logprobs is None else list(trace.logprobs.tolist())
 
 
@@ -197,7 +197,7 @@ def require_logprobs(values: NDArray[np.float32] | None) -> NDArray[np.float32]:
     return values
 
 
-def reward_per_token(trace: Trace) -> list[float] | None:
+def list_token_rewards(trace: Trace) -> list[float] | None:
     """The session's reward where a token trains, 0 elsewhere: advantages before anybody has looked at the group. None
     where there is no reward."""
     if trace.reward is None:
@@ -205,13 +205,13 @@ def reward_per_token(trace: Trace) -> list[float] | None:
     return pad_over_prompt(trace, np.where(trace.loss_mask == 1, trace.reward, 0.0), fill=0.0)
 
 
-def policy_version_runs(trace: Trace) -> list[int]:
+def list_version_runs(trace: Trace) -> list[int]:
     """The policy versions that sampled it, in order, runs of the same one once."""
     known = trace.policy_versions[(trace.loss_mask == 1) & (trace.policy_versions != NO_VERSION)]
     return [version for version, _ in groupby(known.tolist())]
 
 
-def stable_number(*names: str) -> int:
+def compute_stable_number(*names: str) -> int:
     """A number for a name, for trainers that count where we name: the same in every export, and different for
     different names (53 bits, which every reader of JSON keeps)."""
     digest = hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest()

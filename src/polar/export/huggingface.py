@@ -53,7 +53,7 @@ class HuggingFaceExporter(ParquetRows):
         self._sft = SftExporter()
 
     def make_rows(self, item: SessionItem) -> Iterator[dict[str, Any]]:
-        for row in self._sft.lines(item):
+        for row in self._sft.build_lines(item):
             try:
                 messages = [message | {"content": _join_text(message.get("content"))} for message in row["messages"]]
             except _PictureError:
@@ -98,7 +98,7 @@ class HuggingFaceExporter(ParquetRows):
         )
 
     def estimate_bytes(self, item: SessionItem, rows: list[dict[str, Any]]) -> int:  # noqa: ARG002
-        return sum(len(row["tools"]) + sum(map(_json_bytes, row["messages"])) for row in rows)
+        return sum(len(row["tools"]) + sum(map(_count_json_bytes, row["messages"])) for row in rows)
 
 
 class _PictureError(Exception):
@@ -114,5 +114,5 @@ def _join_text(content: str | list[dict[str, Any]] | None) -> str | None:
     return "\n".join(part["text"] for part in content)
 
 
-def _json_bytes(message: dict[str, Any]) -> int:
+def _count_json_bytes(message: dict[str, Any]) -> int:
     return len(msgspec.json.encode(message))

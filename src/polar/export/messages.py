@@ -38,7 +38,7 @@ class ConversationCall(Struct):
     @property
     def request_messages(self) -> list[Message]:
         """What the model was shown."""
-        return [_with_gateway_ids(message) for message in self.call.request.messages]
+        return [_use_gateway_ids(message) for message in self.call.request.messages]
 
     @property
     def new_messages(self) -> list[Message]:
@@ -50,7 +50,7 @@ class ConversationCall(Struct):
     @property
     def reply_message(self) -> Message:
         """What it said."""
-        return _with_gateway_ids(
+        return _use_gateway_ids(
             Message("assistant", [] if self.exchange.reply is None else list(self.exchange.reply.parts))
         )
 
@@ -75,7 +75,7 @@ class ConversationBranch(Struct):
     is_fork: bool
 
 
-def conversation_calls(item: SessionItem) -> dict[str, ConversationCall]:
+def index_conversation_calls(item: SessionItem) -> dict[str, ConversationCall]:
     """A session's calls, by exchange id: those without token ids as well."""
     parts = read_session_calls(item.session, item.exchanges) if item.calls is None else item.calls
     return {call.exchange_id: ConversationCall(exchange, call, *label) for exchange, call, label in parts}
@@ -83,7 +83,7 @@ def conversation_calls(item: SessionItem) -> dict[str, ConversationCall]:
 
 def collect_branches(item: SessionItem) -> list[ConversationBranch]:
     """Each call that was answered whole, in one conversation, in order; of the roles that go out."""
-    said = conversation_calls(item)
+    said = index_conversation_calls(item)
     turns = link_turns([one.call for one in said.values()], lambda call: said[call.exchange_id].agent_id)
     made: list[ConversationBranch] = []
     placed: dict[str, ConversationBranch] = {}
@@ -141,18 +141,18 @@ def trace_messages(trace: Trace, calls: dict[str, ConversationCall]) -> TraceMes
     first, last = calls.get(trace.exchange_ids[0]), calls.get(trace.exchange_ids[-1])
     if first is None or last is None or first.is_raw_completion or last.is_raw_completion:
         return NO_TRACE_MESSAGES
-    opening = chat_messages(first.request_messages)
-    whole = chat_messages(last.transcript)
+    opening = build_chat_messages(first.request_messages)
+    whole = build_chat_messages(last.transcript)
     split = len(opening) if whole[: len(opening)] == opening else len(whole) - 1
-    return TraceMessages(whole[:split], whole[split:], chat_tools(last.tools))
+    return TraceMessages(whole[:split], whole[split:], build_chat_tools(last.tools))
 
 
-def developer_to_system(messages: Sequence[Message]) -> list[Message]:
+def rename_developer_role(messages: Sequence[Message]) -> list[Message]:
     """As chat templates know them: what developers say, the system does."""
     return [msgspec.structs.replace(one, role="system") if one.role == "developer" else one for one in messages]
 
 
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def build_chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """As OpenAI's chat API spells them, with `reasoning_content`."""
     spelled: list[dict[str, Any]] = _encode_as_chat(Request("", list(messages)))["messages"]
     for message in spelled:
@@ -160,7 +160,7 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return spelled
 
 
-def chat_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+def build_chat_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
     spelled: list[dict[str, Any]] = _encode_as_chat(Request("", [], tools=list(tools))).get("tools", [])
     return spelled
 
@@ -170,21 +170,21 @@ def _encode_as_chat(request: Request) -> dict[str, Any]:
     return decoded
 
 
-def _with_gateway_ids(message: Message) -> Message:
-    return msgspec.structs.replace(message, parts=[_part_with_gateway_id(part) for part in message.parts])
+def _use_gateway_ids(message: Message) -> Message:
+    return msgspec.structs.replace(message, parts=[_use_gateway_id(part) for part in message.parts])
 
 
-def _part_with_gateway_id(part: Part) -> Part:
+def _use_gateway_id(part: Part) -> Part:
     """A call and its result name each other, whatever prefix the harness's dialect wears."""
     match part:
         case ToolCall():
-            return msgspec.structs.replace(part, id=_gateway_call_id(part.id))
+            return msgspec.structs.replace(part, id=_find_gateway_call_id(part.id))
         case ToolResult():
-            return msgspec.structs.replace(part, call_id=_gateway_call_id(part.call_id))
+            return msgspec.structs.replace(part, call_id=_find_gateway_call_id(part.call_id))
         case _:
             return part
 
 
-def _gateway_call_id(issued: str) -> str:
+def _find_gateway_call_id(issued: str) -> str:
     own = _GATEWAY_CALL_ID.search(issued)
     return own.group() if own else issued

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from polar.export.base import ExportNeed, SessionItem, SessionLines, require_logprobs, trace_metadata, trace_token_ids
-from polar.export.messages import conversation_calls
+from polar.export.messages import index_conversation_calls
 from polar.records.trajectory import Trace
 from polar.types import Part, Reasoning, Text, ToolCall
 
@@ -27,8 +27,10 @@ class NemoGymExporter(SessionLines):
     name: ClassVar[str] = "nemo-gym"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "messages", "reward", "logprobs"))
 
-    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
-        return verify_responses(item, {name: one.reply_message.parts for name, one in conversation_calls(item).items()})
+    def build_lines(self, item: SessionItem) -> list[dict[str, Any]]:
+        return verify_responses(
+            item, {name: one.reply_message.parts for name, one in index_conversation_calls(item).items()}
+        )
 
 
 def verify_responses(item: SessionItem, replies: Replies) -> list[dict[str, Any]]:
@@ -40,7 +42,7 @@ def _verify_response(item: SessionItem, index: int, trace: Trace, replies: Repli
     ids, recorded, begin = trace_token_ids(trace), require_logprobs(trace.logprobs), len(trace.prompt_ids)
     output = []
     for span in trace.spans:
-        items = _items(span.exchange_id, replies.get(span.exchange_id, ()))
+        items = _build_items(span.exchange_id, replies.get(span.exchange_id, ()))
         items[-1] |= {
             "prompt_token_ids": ids[: begin + span.start].tolist(),
             "generation_token_ids": trace.response_ids[span.start : span.stop].tolist(),
@@ -76,14 +78,14 @@ def make_response(
     }
 
 
-def _items(exchange_id: str, parts: Sequence[Part]) -> list[dict[str, Any]]:
-    items = [_item(exchange_id, index, part) for index, part in enumerate(parts)]
+def _build_items(exchange_id: str, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    items = [_build_item(exchange_id, index, part) for index, part in enumerate(parts)]
     if not items or items[-1]["type"] == "reasoning":  # the tokens go on a message or a call
-        items.append(_item(exchange_id, len(items), Text("")))
+        items.append(_build_item(exchange_id, len(items), Text("")))
     return items
 
 
-def _item(exchange_id: str, index: int, part: Part) -> dict[str, Any]:
+def _build_item(exchange_id: str, index: int, part: Part) -> dict[str, Any]:
     name = f"{exchange_id}_{index}"
     match part:
         case Reasoning():

@@ -18,7 +18,7 @@ class OpenRlhfExporter(TraceLines):
     name: ClassVar[str] = "openrlhf"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         begin = len(trace.prompt_ids)
         return {
             "prompt": item.group_id,

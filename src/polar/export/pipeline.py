@@ -104,7 +104,7 @@ async def select_items(
     """The selected sessions that the exporter can take, as it needs them. Without a `checker`, all are checked."""
     checker = checker or SessionChecker()
     grouped = selection.best is not None or not needs.isdisjoint(("tree", "group"))
-    sessions = _sessions_by_group(store, selection, tally) if grouped else _filter_suspicious(store, selection, tally)
+    sessions = _iter_by_group(store, selection, tally) if grouped else _filter_suspicious(store, selection, tally)
     settled: set[SampleKey] = set()
     seen_digests: set[bytes] = set()
     passed: Counter[str] = Counter()  # sessions that went out, by group
@@ -121,7 +121,7 @@ async def select_items(
         if selection.best is not None and passed[session.summary.group_id] >= selection.best:
             tally.count_left_out("that others of their task outdo", f"not among the best {selection.best}")
             continue
-        exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
+        exchanges = [exchange async for exchange in store.read_exchanges(session.session_id)]
         check = checker.begin(session)
         try:
             check.check_rows(exchanges)
@@ -152,8 +152,8 @@ async def select_items(
             seen_digests.add(digest)
         passed[session.summary.group_id] += 1
         tally.sessions += 1
-        tally.without_tokens += _exports_tokens(needs) and not item.trajectory.traces and not item.trajectory.excluded
-        tally.without_pictures += _exports_tokens(needs) and any(
+        tally.without_tokens += _needs_tokens(needs) and not item.trajectory.traces and not item.trajectory.excluded
+        tally.without_pictures += _needs_tokens(needs) and any(
             path.images for path in sampled.paths if path.num_trainable
         )
         tally.trainable_tokens += item.trajectory.tokens.trainable
@@ -203,7 +203,7 @@ async def _is_superseded(store: Store, session: Session) -> bool:
     task_id, work_id = session.metadata.get("task_id"), session.metadata.get("work_id")
     if not isinstance(task_id, str) or not isinstance(work_id, int):  # of no server's
         return False
-    standing = await store.accepted_session(session.run, task_id, work_id)
+    standing = await store.find_accepted_session(session.run, task_id, work_id)
     return standing is not None and standing != session.session_id
 
 
@@ -225,7 +225,7 @@ def _has_wanted_reward(
     return True
 
 
-def _exports_tokens(needs: frozenset[ExportNeed]) -> bool:
+def _needs_tokens(needs: frozenset[ExportNeed]) -> bool:
     """A format without messages, which is where pictures are."""
     return "traces" in needs or "messages" not in needs
 
@@ -245,14 +245,14 @@ async def _list_sessions(store: Store, selection: Selection) -> AsyncIterator[Se
     since = float("-inf") if selection.since is None else selection.since
     if selection.sessions:
         for session_id in selection.sessions:
-            session = await store.session(session_id)
+            session = await store.find_session(session_id)
             if session is None:
                 raise ConfigError(f"There is no session {session_id}.")
             if session.created_at >= since:
                 yield session
         return
     last: str | None = None
-    while page := await store.sessions(limit=_PAGE_SIZE, before=last):
+    while page := await store.list_sessions(limit=_PAGE_SIZE, before=last):
         for session in page:
             if session.created_at < since:
                 return
@@ -272,7 +272,7 @@ async def _filter_suspicious(store: Store, selection: Selection, tally: ExportTa
             yield session
 
 
-async def _sessions_by_group(store: Store, selection: Selection, tally: ExportTally) -> AsyncIterator[Session]:
+async def _iter_by_group(store: Store, selection: Selection, tally: ExportTally) -> AsyncIterator[Session]:
     """In order of each group's first session. Only ids are held."""
     groups: defaultdict[str, list[_RankedSession]] = defaultdict(list)
     async for session in _filter_suspicious(store, selection, tally):

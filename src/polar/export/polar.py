@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from polar.export.base import ExportNeed, SessionItem, SessionLines
-from polar.export.messages import conversation_calls, trace_messages
+from polar.export.messages import index_conversation_calls, trace_messages
 from polar.records import wire
 from polar.records.exchange import Exchange
 from polar.records.result import SessionStatus
@@ -25,7 +25,7 @@ class PolarExporter(SessionLines):
     name: ClassVar[str] = "polar"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages",))
 
-    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> list[dict[str, Any]]:
         return [render_session_result(item)]
 
 
@@ -63,13 +63,13 @@ def render_session_result(
     in one, `outcome` how the harness's run ended, and `detail` how its verdict came about (in a live runtime, say).
     `mask_traces`: where there is no reward."""
     session = item.session
-    sampled_texts = conversation_calls(item)
-    status = session_status(session.reason)
+    sampled_texts = index_conversation_calls(item)
+    status = find_session_status(session.reason)
     messages = [trace_messages(trace, sampled_texts) for trace in item.trajectory.traces]
     error = error or session.reason
     trajectory = wire.trajectory_to_dict(item.trajectory, messages, status=status, error=error)
     if session.reward is not None:
-        trajectory["metadata"]["evaluation"] = evaluation_report(session.reward, detail or {})
+        trajectory["metadata"]["evaluation"] = build_evaluation_report(session.reward, detail or {})
     if mask_traces and status != "COMPLETED":
         _mask_traces(trajectory)
     return {
@@ -79,7 +79,7 @@ def render_session_result(
         "reward": session.reward,
         "reason": session.reason,
         "trajectory": trajectory,
-        "timing": stage_timing(stages or {}),
+        "timing": build_stage_timing(stages or {}),
         "node_id": session.metadata.get("node_id"),
         "error": error,
         "evidence": msgspec.to_builtins(session.evidence),
@@ -99,7 +99,7 @@ def render_session_result(
     }
 
 
-def evaluation_report(reward: float, detail: dict[str, Any]) -> dict[str, Any]:
+def build_evaluation_report(reward: float, detail: dict[str, Any]) -> dict[str, Any]:
     """As bridges look for it: `report.resolved` is the evaluator's own word, else whether the reward is all of 1."""
     resolved = detail.get("resolved")
     report = {**detail, "resolved": resolved if isinstance(resolved, bool) else reward >= 1.0}
@@ -116,7 +116,7 @@ def _mask_traces(trajectory: dict[str, Any]) -> None:
     trajectory["metadata"]["tokens"]["trainable"] = 0
 
 
-def stage_timing(stages: dict[str, float]) -> dict[str, float]:
+def build_stage_timing(stages: dict[str, float]) -> dict[str, float]:
     """records.result.SessionTiming of the seconds in each stage."""
     named = {
         "register_to_init_queue_ms": "queued",
@@ -127,7 +127,7 @@ def stage_timing(stages: dict[str, float]) -> dict[str, float]:
     return {field: 1000.0 * stages.get(stage, 0.0) for field, stage in named.items()}
 
 
-def session_status(reason: str | None) -> SessionStatus:
+def find_session_status(reason: str | None) -> SessionStatus:
     """A reason is why there is no reward; a reward, whatever it is, means that the session was graded."""
     if reason is None:
         return "COMPLETED"

@@ -18,7 +18,13 @@ import msgspec
 from msgspec import Struct
 
 from polar.export.base import ExportNeed, JsonLines, SessionItem
-from polar.export.messages import chat_messages, chat_tools, collect_branches, developer_to_system, normalize_call_ids
+from polar.export.messages import (
+    build_chat_messages,
+    build_chat_tools,
+    collect_branches,
+    normalize_call_ids,
+    rename_developer_role,
+)
 
 _UNPAIRED_REASON = "session with none of another reward to be paired with"
 
@@ -65,8 +71,8 @@ class PreferenceExporter(JsonLines):
         if whole[: len(opening)] != opening:
             self.left_out["session whose agent rewrote its beginning"] += 1
             return
-        said, sample = chat_messages(developer_to_system(last.transcript)), item.session.metadata.get("sample")
-        split = len(chat_messages(first.request_messages))
+        said, sample = build_chat_messages(rename_developer_role(last.transcript)), item.session.metadata.get("sample")
+        split = len(build_chat_messages(first.request_messages))
         reward = item.session.reward
         assert reward is not None  # others were left out before
         side = _Candidate(
@@ -76,7 +82,7 @@ class PreferenceExporter(JsonLines):
             item.session.created_at,
             said[:split],
             said[split:],
-            chat_tools(last.tools),
+            build_chat_tools(last.tools),
             item.session.suspicious,
         )
         self._candidates[msgspec.json.encode([opening, last.tools])].append(side)

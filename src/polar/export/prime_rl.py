@@ -16,9 +16,9 @@ from polar.export.base import (
     ExportNeed,
     SessionItem,
     TraceLines,
+    list_token_rewards,
     pad_over_prompt,
     require_logprobs,
-    reward_per_token,
     trace_token_ids,
 )
 from polar.records.trajectory import Trace
@@ -31,13 +31,13 @@ class PrimeRlExporter(TraceLines):
     name: ClassVar[str] = "prime-rl"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "logprobs"))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> list[Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> list[Any]:
         ids = trace_token_ids(trace)
         return [
             ids.tolist(),
             [False] * len(trace.prompt_ids) + trace.loss_mask.astype(np.bool_).tolist(),
             pad_over_prompt(trace, require_logprobs(trace.logprobs), fill=0.0),
-            _token_temperatures(item, trace),
+            _list_token_temperatures(item, trace),
             str(item.session.metadata.get("env", "polar")),  # env_name
             None,  # ref_logprobs
             None,  # multimodal inputs
@@ -46,14 +46,14 @@ class PrimeRlExporter(TraceLines):
             None,  # rl_weights
             None,  # ce_weights
             None,  # ref_kl_weights
-            reward_per_token(trace),  # advantages
+            list_token_rewards(trace),  # advantages
             None,  # sampling_mask
             item.session.session_id,  # trace_id
             index,  # branch_index
         ]
 
 
-def _token_temperatures(item: SessionItem, trace: Trace) -> list[float]:
+def _list_token_temperatures(item: SessionItem, trace: Trace) -> list[float]:
     """Of each token the one that it was sampled at; of context the usual one, which nobody looks at."""
     used = {path.exchange_id: path.temperature for path in item.session_paths.paths}
     temperatures = [_DEFAULT_TEMPERATURE] * len(trace.response_ids)

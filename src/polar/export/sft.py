@@ -16,14 +16,14 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from polar.export.base import ExportNeed, SessionItem, SessionLines
-from polar.export.messages import chat_messages, chat_tools, collect_branches, developer_to_system
+from polar.export.messages import build_chat_messages, build_chat_tools, collect_branches, rename_developer_role
 
 
 class SftExporter(SessionLines):
     name: ClassVar[str] = "sft"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages", "accepted"))
 
-    def lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
         found = collect_branches(item)
         if not found:
             self.left_out["session without an answered call"] += 1
@@ -33,8 +33,8 @@ class SftExporter(SessionLines):
                 self.left_out["call of the completions API"] += 1
                 continue
             yield {
-                "messages": chat_messages(developer_to_system(last.transcript)),
-                "tools": chat_tools(last.tools),
+                "messages": build_chat_messages(rename_developer_role(last.transcript)),
+                "tools": build_chat_tools(last.tools),
                 "metadata": {
                     "session_id": item.session.session_id,
                     "task_id": item.group_id,

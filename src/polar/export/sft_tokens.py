@@ -23,10 +23,11 @@ import numpy as np
 
 from polar.engines.tools import flatten_parts, flatten_request
 from polar.export.base import ExportNeed, SessionItem, SessionLines, trace_token_ids
-from polar.export.messages import ConversationCall, conversation_calls
+from polar.export.messages import ConversationCall, index_conversation_calls
 from polar.plugins import load
+from polar.records.exchange import TokenIds
 from polar.records.spans import ExcludedSpan
-from polar.records.trajectory import Ids, SessionPaths, TokenPath, Trace, Trajectory
+from polar.records.trajectory import SessionPaths, TokenPath, Trace, Trajectory
 from polar.rendering.continuation import RecordedTurn, TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import TemplateError
@@ -49,7 +50,7 @@ class SftTokensExporter(SessionLines):
         self._model = None if tokenizer is None else ModelCodec.load(tokenizer)
         self.tokens = 0  # that train
 
-    def lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
         trajectory = item.trajectory if self._model is None else self._render(item, self._model)
         if not trajectory.traces:
             self.left_out[_NO_TOKENS_REASON if self._model is None else "session without an answered call"] += 1
@@ -96,10 +97,10 @@ def replay_session(item: SessionItem, model: ModelCodec, left_out: Counter[str])
     """The calls that go out, as this model's; `left_out` counts those that can't be."""
     replay = _SessionReplay(model)
     paths = []
-    for one in sorted(conversation_calls(item).values(), key=lambda one: one.exchange.seq):
+    for one in sorted(index_conversation_calls(item).values(), key=lambda one: one.exchange.seq):
         if one.role not in item.roles or one.exchange.status != "complete" or one.exchange.reply is None:
             continue
-        if (why := _unrenderable_reason(one.call.request)) is not None:
+        if (why := _explain_unrenderable(one.call.request)) is not None:
             left_out[why] += 1
             continue
         try:
@@ -121,14 +122,14 @@ class _SessionReplay:
     def __init__(self, model: ModelCodec) -> None:
         self._model = model
         self._history = TurnHistory()
-        self._contexts: dict[str, Ids] = {}  # prompt and turn, by exchange
+        self._contexts: dict[str, TokenIds] = {}  # prompt and turn, by exchange
 
     def make_path(self, one: ConversationCall) -> TokenPath | None:
         model, exchange = self._model, one.exchange
         request = flatten_request(one.call.request)
         assert exchange.reply is not None
-        parts = [_without_written_id(part) for part in flatten_parts(exchange.reply.parts)]
-        plan = model.plan(request, self._history, lambda *_: None)
+        parts = [_drop_written_id(part) for part in flatten_parts(exchange.reply.parts)]
+        plan = model.plan_prompt(request, self._history, lambda *_: None)
         turn = model.encode_turn(request, parts, self._history)
         if turn is None:
             return None
@@ -160,12 +161,12 @@ class _SessionReplay:
         )
 
 
-def _without_written_id(part: Part) -> Part:
+def _drop_written_id(part: Part) -> Part:
     """Without the name that the teacher wrote for a call: each family has its own."""
     return msgspec.structs.replace(part, written=None) if isinstance(part, ToolCall) else part
 
 
-def _unrenderable_reason(request: Request) -> str | None:
+def _explain_unrenderable(request: Request) -> str | None:
     if request.prompt is not None:
         return "call of the completions API"
     shown = [

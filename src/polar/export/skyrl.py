@@ -11,21 +11,28 @@ or for none, so where one session has none, none has.
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from polar.export.base import ExportNeed, SessionItem, SessionLines, logprobs_as_list, stable_number, trace_metadata
+from polar.export.base import (
+    ExportNeed,
+    SessionItem,
+    SessionLines,
+    compute_stable_number,
+    list_logprobs,
+    trace_metadata,
+)
 
 
 class SkyRlExporter(SessionLines):
     name: ClassVar[str] = "skyrl"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "reward"))
 
-    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
-        return [session_output(item, item.group_id, stable_number(item.session.session_id))]
+    def build_lines(self, item: SessionItem) -> list[dict[str, Any]]:
+        return [build_session_output(item, item.group_id, compute_stable_number(item.session.session_id))]
 
 
-def session_output(item: SessionItem, instance_id: str, repetition_id: int) -> dict[str, Any]:
+def build_session_output(item: SessionItem, instance_id: str, repetition_id: int) -> dict[str, Any]:
     """A session as a `GeneratorOutput` of JSON's types; SkyRL compares sessions of the same `instance_id`."""
     traces = item.trajectory.traces
-    recorded = [logprobs_as_list(trace) for trace in traces]
+    recorded = [list_logprobs(trace) for trace in traces]
     identity = {"instance_id": instance_id, "repetition_id": repetition_id}
     return {
         "prompt_token_ids": [trace.prompt_ids.tolist() for trace in traces],

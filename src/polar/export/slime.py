@@ -16,9 +16,9 @@ from polar.export.base import (
     ExportNeed,
     SessionItem,
     TraceLines,
-    logprobs_as_list,
-    policy_version_runs,
-    stable_number,
+    compute_stable_number,
+    list_logprobs,
+    list_version_runs,
     trace_metadata,
     trace_token_ids,
 )
@@ -31,20 +31,20 @@ class SlimeExporter(TraceLines):
     name: ClassVar[str] = "slime"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         session_id = item.session.session_id
         return {
-            "group_index": stable_number(item.group_id),
-            "index": stable_number(session_id, str(index)),
-            "rollout_id": stable_number(session_id),
+            "group_index": compute_stable_number(item.group_id),
+            "index": compute_stable_number(session_id, str(index)),
+            "rollout_id": compute_stable_number(session_id),
             "session_id": session_id,
             "prompt": "",
             "tokens": trace_token_ids(trace).tolist(),
             "response": "",
             "response_length": len(trace.response_ids),
             "loss_mask": trace.loss_mask.tolist(),
-            "rollout_log_probs": logprobs_as_list(trace),
-            "weight_versions": [str(version) for version in policy_version_runs(trace)],
+            "rollout_log_probs": list_logprobs(trace),
+            "weight_versions": [str(version) for version in list_version_runs(trace)],
             "reward": trace.reward,
             "status": _STATUS_BY_FINISH_REASON.get(trace.finish_reason or "", "completed"),
             "remove_sample": False,

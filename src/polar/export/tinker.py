@@ -17,9 +17,9 @@ from polar.export.base import (
     ExportNeed,
     SessionItem,
     TraceLines,
+    list_token_rewards,
     pad_over_prompt,
     require_logprobs,
-    reward_per_token,
     trace_metadata,
     trace_token_ids,
 )
@@ -30,14 +30,14 @@ class TinkerExporter(TraceLines):
     name: ClassVar[str] = "tinker"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "logprobs"))
 
-    def lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
+    def build_lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
         for index, trace in enumerate(item.trajectory.traces):
             if len(trace.prompt_ids):
-                yield self.row(item, index, trace)
+                yield self.build_row(item, index, trace)
             else:
                 self.left_out["trace without a prompt"] += 1
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         ids = trace_token_ids(trace)
         inputs = {
             "target_tokens": _tensor_to_dict(ids[1:].tolist(), "int64"),
@@ -45,7 +45,7 @@ class TinkerExporter(TraceLines):
                 pad_over_prompt(trace, require_logprobs(trace.logprobs), fill=0.0)[1:], "float32"
             ),
         }
-        if (advantages := reward_per_token(trace)) is not None:
+        if (advantages := list_token_rewards(trace)) is not None:
             inputs["advantages"] = _tensor_to_dict(advantages[1:], "float32")
         return {
             "model_input": {"chunks": [{"type": "encoded_text", "tokens": ids[:-1].tolist()}]},

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polar.export.base import ExportNeed, SessionItem, TraceLines, logprobs_as_list, trace_metadata
+from polar.export.base import ExportNeed, SessionItem, TraceLines, list_logprobs, trace_metadata
 from polar.records.trajectory import Trace
 
 
@@ -24,11 +24,11 @@ class TrlExporter(TraceLines):
     name: ClassVar[str] = "trl"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         return {
             "prompt_ids": trace.prompt_ids.tolist(),
             "completion_ids": trace.response_ids.tolist(),
-            "logprobs": logprobs_as_list(trace),
+            "logprobs": list_logprobs(trace),
             "env_mask": trace.loss_mask.tolist(),
             **trace_metadata(item, index, trace),
         }

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.export.base import ExportNeed, SessionItem, TraceLines, logprobs_as_list, policy_version_runs, trace_metadata
+from polar.export.base import ExportNeed, SessionItem, TraceLines, list_logprobs, list_version_runs, trace_metadata
 from polar.records.trajectory import Trace
 
 
@@ -23,18 +23,18 @@ class VerlExporter(TraceLines):
     name: ClassVar[str] = "verl"
     needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+    def build_row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         return {
             "prompt_ids": trace.prompt_ids.tolist(),
             "response_ids": trace.response_ids.tolist(),
             "response_mask": trace.loss_mask.tolist(),
-            "response_logprobs": logprobs_as_list(trace),
+            "response_logprobs": list_logprobs(trace),
             "reward_score": trace.reward,
             "num_turns": _count_turns(trace),
             "metrics": {},
             "extra_fields": {
                 **trace_metadata(item, index, trace),
-                **_global_step_range(trace),
+                **_build_global_step_range(trace),
                 "reward_extra_info": {},
             },
         }
@@ -46,13 +46,13 @@ def _count_turns(trace: Trace) -> int:
     return 1 + len(trace.spans) + gaps
 
 
-def _global_step_range(trace: Trace) -> dict[str, int | None]:
+def _build_global_step_range(trace: Trace) -> dict[str, int | None]:
     """verl's versions are steps; it asks for the first and the last of a row."""
-    known = policy_version_runs(trace)
+    known = list_version_runs(trace)
     return {"min_global_steps": min(known, default=None), "max_global_steps": max(known, default=None)}
 
 
-def trajectory_keys(rows: Sequence[dict[str, Any]]) -> list[str]:
+def list_trajectory_keys(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Rows by verl's own names, `uid_session_index`, which its `compute_advantage_for_multi_trajectories` takes: one
     advantage for each session, whatever the number of its traces. Sessions are counted as they come."""
     sessions: dict[str, int] = {}

@@ -36,16 +36,16 @@ from polar.types import Media, Request, Text, ToolResult
 log = logging.getLogger(__name__)
 
 _THREADED_DECODE_BYTES = 1024 * 1024
-"""Bytes of a body from which on it is decoded in a thread."""
+"""Bodies of this size and more are decoded in a thread."""
 
 _INLINE_DECODE_BYTES = 64 * 1024
-"""Bytes of a body up to which nothing in it takes long."""
+"""Bodies up to this size are decoded on the event loop, whatever they contain."""
 
 _MAX_INLINE_OBJECTS = 4096
-"""JSON objects that take a thread to decode in a smaller body."""
+"""A smaller body with more JSON objects than this is decoded in a thread, too."""
 
 _WRITE_GAP_SECONDS = 0.05
-"""Seconds between two writes that are to arrive as two."""
+"""Seconds between two writes that must arrive separately."""
 
 _SHOWN_URL_CHARACTERS = 100
 
@@ -92,7 +92,7 @@ class Gateway:
         self._stopping = False
 
     async def start(self) -> str:
-        """Listens, and returns the address that harnesses are pointed at."""
+        """Starts to listen, and returns the base URL for harnesses."""
         await self.prompt_renderer.load_model(self._pools.default)  # before the first harness has to wait for it
         self._runner = web.ServerRunner(create_server(self.handle, self._encode_http_error), shutdown_timeout=2)
         await self._runner.setup()
@@ -100,13 +100,13 @@ class Gateway:
         try:
             await site.start()
         except OSError as error:
-            where = f"{self._settings.host}:{self._settings.port}"
-            raise ConfigError(f"Can't listen on {where}: {error.strerror}. Set [gateway] port.") from error
+            address = f"{self._settings.host}:{self._settings.port}"
+            raise ConfigError(f"Can't listen on {address}: {error.strerror}. Set [gateway] port.") from error
         return format_url(*self._runner.addresses[0][:2])
 
     async def stop(self) -> None:
-        """Gives up what runs, and records it. Once the connections are closed, so are the last generations that a
-        harness could have come back to."""
+        """Gives up running generations and records them. Closing the connections orphans the last generations, which
+        are then given up as well."""
         self._stopping = True
         await self.generations.close()
         if self._runner is not None:
@@ -137,7 +137,7 @@ class Gateway:
             log.exception("%s failed", request_line)
             if request.writer.output_size:
                 raise  # the answer has begun: nothing fits behind it, and the connection is cut
-            return _error_response(
+            return _make_error_response(
                 match.dialect, ApiError("internal", "Polar's gateway failed on this request; its log says why.")
             )
 
@@ -145,17 +145,17 @@ class Gateway:
         key = path_key or auth.find_key(request.headers, request.query)
         session = await self._sessions.find_by_key(key) if key else None
         if session is None:
-            raise _unknown_key_error()
+            raise _make_unknown_key_error()
         if match.operation in ("list_models", "get_model"):
             return self._encode_models(match, session)
-        limit = self._settings.max_body or self.prompt_renderer.body_limit(self._pools.get_pool(session.run))
+        limit = self._settings.max_body or self.prompt_renderer.compute_body_limit(self._pools.get_pool(session.run))
         call = await self._read_call(match, session, request, await read_body(request, limit))
         if match.operation == "count_tokens":
             tokens = await self.prompt_renderer.count_tokens(session, call)
             if tokens is None:
                 pool = self._pools.get_pool(session.run)
                 tokens = await pool.count_tokens(call.request, session.group, session.replica)
-            return _json_response(match.dialect.encode_count(tokens))
+            return _make_json_response(match.dialect.encode_count(tokens))
         return await self._generate(request, session, call)
 
     @property
@@ -164,48 +164,49 @@ class Gateway:
         return self.prompt_renderer.memory_bytes + self._prompt_ids.memory_bytes
 
     async def _end_session(self, session: OpenSession) -> None:
-        """Ends a session's calls. Once they are recorded, no prompt will begin with what is kept of them."""
+        """Ends a session's calls, and frees the memory that was held for its next prompts."""
         await self.generations.end_all(session)
         self.prompt_renderer.forget(session)
         self._prompt_ids.forget(session.session_id)
 
     def _guess_dialect(self, path: str, headers: Mapping[str, str]) -> Dialect:
-        """The dialect that a client of this request most likely speaks, for errors before a route is found."""
+        """Returns the dialect that the client most likely speaks, for errors before a route is found."""
         for dialect in self._dialects:
             if dialect.recognizes(path, headers):
                 return dialect
         return self._dialects[-1]
 
     def _encode_http_error(self, path: str, error: ApiError) -> web.Response:
-        """An error of a request that could not be parsed: its path is all that is known of it."""
-        return _error_response(self._guess_dialect(auth.split_path(path)[1], {}), error)
+        """Encodes an error of a request that could not be parsed, of which only the path is known."""
+        return _make_error_response(self._guess_dialect(auth.split_path(path)[1], {}), error)
 
     def _route(self, method: str, path: str, request: web.BaseRequest) -> RouteMatch:
         matches = []
-        known = False
+        path_exists = False
         for dialect in self._dialects:
             for route in dialect.routes:
-                found = route.path.fullmatch(path)
-                if found is None:
+                path_match = route.path.fullmatch(path)
+                if path_match is None:
                     continue
-                known = True
+                path_exists = True
                 if route.method == method:
-                    matches.append(RouteMatch(dialect, route.operation, found.groupdict()))
+                    matches.append(RouteMatch(dialect, route.operation, path_match.groupdict()))
         if len(matches) > 1:
             matches.sort(key=lambda match: not match.dialect.recognizes(path, request.headers))
         if matches:
             return matches[0]
-        if known and request.headers.get("Upgrade", "").lower() == "websocket":
-            # 426 is what codex takes as "never mind" before it falls back to HTTP.
+        if path_exists and request.headers.get("Upgrade", "").lower() == "websocket":
+            # On 426, codex falls back to HTTP.
             raise ApiError("upgrade", "WebSockets are not served here: use plain HTTP.")
-        if known:
+        if path_exists:
             raise ApiError("method", f"{auth.redact_keys(path)} does not take {method}.")
         raise ApiError("not_found", f"There is no {method} {auth.redact_keys(path)} here.")
 
     async def _read_call(
         self, match: RouteMatch, session: OpenSession, request: web.BaseRequest, body: bytes
     ) -> HarnessCall:
-        """Decodes a body; in a thread where that takes long enough to be noticed by others."""
+        """Decodes a body, in a thread if that would delay other calls. A body that fails is decoded again with lone
+        surrogates replaced."""
         try:
             if _is_slow_to_decode(body):
                 return await asyncio.to_thread(self._decode_call, match, session, request, body, body)
@@ -228,27 +229,27 @@ class Gateway:
         params = match.params
         if "alt" in request.query:
             params["alt"] = request.query["alt"]
-        wire = match.dialect.split(repaired_body)
-        decoded = match.dialect.decode_request(wire, params)
+        raw_request = match.dialect.split(repaired_body)
+        decoded = match.dialect.decode_request(raw_request, params)
         if self._refuses_media_urls:
             _refuse_media_urls(decoded)
         self._sampling.apply(decoded.sampling)
         if session.sampling is not None:
             session.sampling.apply(decoded.sampling)
         session.add_model(decoded.model)
-        return HarnessCall(match.dialect, params, auth.collect_hints(request.headers), body, wire, decoded)
+        return HarnessCall(match.dialect, params, auth.collect_hints(request.headers), body, raw_request, decoded)
 
     def _encode_models(self, match: RouteMatch, session: OpenSession) -> web.Response:
         replicas = self._pools.get_pool(session.run).replicas
         served = {name for replica in replicas for name in replica.engine.capabilities.models}
-        listed = [*session.models, *sorted(served - set(session.models))]
-        return _json_response(match.dialect.encode_models(listed, match.params.get("model")))
+        names = [*session.models, *sorted(served - set(session.models))]
+        return _make_json_response(match.dialect.encode_models(names, match.params.get("model")))
 
     async def _generate(self, request: web.BaseRequest, session: OpenSession, call: HarnessCall) -> web.StreamResponse:
         if self._stopping:
             raise ApiError("overloaded", "Polar is being stopped.")
         if session.ended:  # while the request was being read
-            raise _unknown_key_error()
+            raise _make_unknown_key_error()
         generation = self.generations.attach_retry(session, call)
         if generation is None:
             sampling = call.request.sampling
@@ -263,7 +264,7 @@ class Gateway:
 
 
 def _is_slow_to_decode(body: bytes) -> bool:
-    """Whether decoding a body would keep other calls waiting."""
+    """Whether decoding the body on the event loop would delay other calls."""
     if len(body) <= _INLINE_DECODE_BYTES or len(body) >= _THREADED_DECODE_BYTES:
         return len(body) >= _THREADED_DECODE_BYTES
     # numpy counts eight times as fast as bytes.count, which would take 2 % of a long call.
@@ -271,11 +272,11 @@ def _is_slow_to_decode(body: bytes) -> bool:
 
 
 def _refuse_media_urls(request: Request) -> None:
-    """Raises ApiError where a message names media by an address other than a `data:` URL.
+    """Raises ApiError if a message names media by a URL other than `data:`.
 
-    The gateway fetches nothing. It would pass the address on, and the engine would fetch it: from inside the engine's
-    network, or from its disk (`file://`). Agents, and whoever writes what agents read, must not have that reach unless
-    the operator allows it (`[engine] image_urls = "pass"`)."""
+    The gateway fetches nothing. It would pass the URL on, and the engine would fetch it from inside its own network or
+    from its disk (`file://`). Agents, and whoever writes what agents read, must not have that access unless the
+    operator allows it (`[engine] image_urls = "pass"`)."""
     for message in request.messages:
         for part in message.parts:
             if type(part) is Text:
@@ -321,7 +322,8 @@ async def _send_reply(request: web.BaseRequest, generation: Generation) -> web.S
 async def _send_stream(
     request: web.BaseRequest, generation: Generation, keep_alive_seconds: float
 ) -> web.StreamResponse:
-    """A harness is never left without a byte for `keep_alive_seconds`: not all that is sampled has text to show."""
+    """Streams the reply. Sends a keep-alive when nothing was written for `keep_alive_seconds`, since not every sampled
+    token has text to show."""
     keep_alive = _KeepAliveTimer(keep_alive_seconds, generation.wake)
     try:
         return await _relay_events(request, generation, keep_alive)
@@ -338,26 +340,26 @@ async def _relay_events(
     sent_events = 0
     while True:
         await generation.wait_for_events(sent_events)
-        ready = generation.events[sent_events:]
+        new_events = generation.events[sent_events:]
         pieces = []
         last_shown_event = 0
-        for index, event in enumerate(ready, sent_events + 1):
+        for index, event in enumerate(new_events, sent_events + 1):
             if index == 1:
                 pieces.append(encoder.start(record.prompt_usage))
             if piece := encoder.feed(event):
                 pieces.append(piece)
                 last_shown_event = index
-        sent_events += len(ready)
+        sent_events += len(new_events)
         ended = generation.finished and sent_events == len(generation.events)
         if response is None and ended and generation.error is not None and not pieces:
-            # Nothing has been said yet: the error can still have its own status.
+            # Nothing was written yet, so the error can have its own HTTP status.
             generation.mark_served()
             raise generation.error
         if ended and generation.error is not None:
             if pieces:
                 response = response or await _start_response(request, encoder.content_type)
                 await response.write(b"".join(pieces))
-            # Google's clients take an error for one only if it comes in a piece of its own.
+            # Google's clients recognize an error only if it arrives in a write of its own.
             await asyncio.sleep(_WRITE_GAP_SECONDS)
             pieces = [encoder.error(generation.error)]
         elif ended:
@@ -380,8 +382,8 @@ async def _relay_events(
 
 
 class _KeepAliveTimer:
-    """How long nothing has been written. One timer for a stream, not one for each token: it comes when the time may be
-    up, looks, and wakes whoever should say something."""
+    """Measures how long nothing was written to a stream, and calls `wake` when a keep-alive is due. There is one timer
+    for the stream, not one for each token: when it fires, it looks when the last write was."""
 
     def __init__(self, keep_alive_seconds: float, wake: Callable[[], None]) -> None:
         self._keep_alive_seconds = keep_alive_seconds
@@ -415,22 +417,22 @@ async def _start_response(request: web.BaseRequest, content_type: str) -> web.St
     return response
 
 
-def _unknown_key_error() -> ApiError:
+def _make_unknown_key_error() -> ApiError:
     return ApiError("authentication", "The API key is unknown, or its session has ended.")
 
 
-def _json_response(body: bytes) -> web.Response:
+def _make_json_response(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
 def _report_error(dialect: Dialect, error: ApiError, request_line: str) -> web.Response:
-    """An error, and a line in the log: harnesses tend to hide what they were told. Not for keys that are wrong, which
-    anybody can send as often as they like."""
+    """Encodes an error and logs it, since harnesses tend to hide errors. A wrong key is not logged: anybody can send
+    one, as often as they like."""
     if error.kind != "authentication":
         log.warning("%s got an error (%s): %s", request_line, error.kind, error)
-    return _error_response(dialect, error)
+    return _make_error_response(dialect, error)
 
 
-def _error_response(dialect: Dialect, error: ApiError) -> web.Response:
-    shaped = dialect.encode_error(error)
-    return web.Response(body=shaped.body, status=shaped.status, headers=shaped.headers)
+def _make_error_response(dialect: Dialect, error: ApiError) -> web.Response:
+    encoded = dialect.encode_error(error)
+    return web.Response(body=encoded.body, status=encoded.status, headers=encoded.headers)

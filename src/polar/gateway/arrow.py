@@ -50,7 +50,7 @@ SCHEMA = pa.schema(
 
 
 class _Buffer:
-    """Takes what Arrow's writer writes, to be handed on piece by piece."""
+    """A file for Arrow's writer, whose content is taken out piece by piece."""
 
     closed = False
 
@@ -73,7 +73,7 @@ async def stream_exchanges(store: Store, session_id: str) -> AsyncIterator[bytes
     buffer = _Buffer()
     labels = await load_roles(store, session_id)
     with pa.ipc.new_stream(pa.PythonFile(buffer, mode="w"), SCHEMA) as writer:
-        async for exchange in store.exchanges(session_id):
+        async for exchange in store.read_exchanges(session_id):
             row = view.exchange_to_dict(exchange, labels[exchange.exchange_id])
             for name in _JSON_COLUMNS:
                 row[name] = view.encode_json(row[name]).decode()

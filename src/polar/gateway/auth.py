@@ -1,4 +1,4 @@
-"""Which session a request belongs to: by its key alone, read from where a provider's clients put it."""
+"""The session key of a request, read from where a provider's clients put it. Nothing else identifies a session."""
 
 import re
 from collections.abc import Mapping
@@ -22,20 +22,21 @@ _UNRECORDED_HEADERS = frozenset(
         "accept-language",
     }
 )
-"""Headers that say nothing of the harness."""
+"""Headers that say nothing about the harness."""
 
 _CREDENTIAL_NAME = re.compile(r"key|token|secret|auth|cookie|passw|credential|signature|jwt|bearer")
 _CREDENTIAL_VALUE = re.compile(r"^\s*(bearer|basic)\s|\bsk-[\w-]{16}", re.IGNORECASE)
 """Credentials are never recorded. Providers and proxies have many headers for them (x-litellm-api-key, helicone-auth),
-and no list has all. A header that is left out by mistake costs a hint; one that is recorded is a leak."""
+and no list has all of them. A header that is left out by mistake costs a hint; one that is recorded is a leak."""
 
 
 def split_path(path: str) -> tuple[str | None, str]:
-    """`/s/{key}/v1/...` into the key and the rest, for harnesses that can't carry a key elsewhere."""
+    """Splits `/s/{key}/v1/...` into the key and the path without it. Harnesses that can't send a key elsewhere put it
+    there."""
     if not path.startswith(_KEY_PATH_PREFIX):
         return None, path
-    key, _, rest = path[len(_KEY_PATH_PREFIX) :].partition("/")
-    return unquote(key), "/" + rest
+    key, _, provider_path = path[len(_KEY_PATH_PREFIX) :].partition("/")
+    return unquote(key), "/" + provider_path
 
 
 def find_key(headers: CIMultiDictProxy[str], query: Mapping[str, str]) -> str | None:
@@ -46,18 +47,18 @@ def find_key(headers: CIMultiDictProxy[str], query: Mapping[str, str]) -> str | 
 
 
 def redact_keys(path: str) -> str:
-    """A path as it may be logged, or told: a key may stand where we don't look for one."""
+    """Returns a path that may be logged or sent back: a key can stand where nobody looks for one."""
     return _KEY_PATTERN.sub("(key)", path)
 
 
 def collect_hints(headers: CIMultiDictProxy[str]) -> dict[str, str]:
-    """What the request's headers say of the harness: its threads, agents and retries."""
-    found = {}
+    """Returns the headers that say something about the harness (its threads, agents, retries), without credentials."""
+    hints = {}
     for name, value in headers.items():
         name = name.lower()
         if name not in _UNRECORDED_HEADERS and not _is_credential(name, value):
-            found[name] = value.encode("utf-8", "replace").decode()  # bytes that are no text stay out of the store
-    return found
+            hints[name] = value.encode("utf-8", "replace").decode()  # the store takes valid text only
+    return hints
 
 
 def _is_credential(name: str, value: str) -> bool:

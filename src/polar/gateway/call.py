@@ -12,7 +12,7 @@ from polar.types import Request
 
 
 class HarnessCall(Struct, frozen=True):
-    """A decoded request: all that does not change while it is answered."""
+    """A decoded request, which stays the same while it is answered."""
 
     dialect: Dialect
     params: dict[str, str]
@@ -22,12 +22,12 @@ class HarnessCall(Struct, frozen=True):
     request: Request
 
     def is_retry_of(self, other: "HarnessCall") -> bool:
-        """The same request once more, as a client sends it after a broken connection."""
+        """Whether this repeats the other request, as clients do after a broken connection."""
         return self.body == other.body and self.params == other.params and self.dialect is other.dialect
 
 
 class PreparedPrompt(Struct):
-    """A prompt whose token ids the gateway made itself, and how it came about."""
+    """A prompt whose token ids the gateway made, and how it was made."""
 
     prompt: TokenPrompt
     request: Request  # with plain function tools

@@ -1,12 +1,12 @@
-"""Which calls a gateway is answering, on disk, so that a killed process's calls are listed as `interrupted`.
+"""A file with the calls that a gateway is answering, so that a killed process's calls are recorded as `interrupted`.
 
     Generation --start--> journal file --(the process is killed)--> read_journal --> Store.record_interrupted
 
-A line of the file is a call that has started, or the id of one that ended and is not to be recorded.
+A line of the file is a call that has started, or the id of a call that ended and must not be recorded.
 
-A file beside the store, not a table in it: a line costs microseconds, where a row costs a transaction and more than a
-short call's own record. A line is in the kernel's hands when `start` returns, so it survives kill -9. Nothing is
-written when a call is recorded: the store knows its exchange, and skips it.
+The journal is a file, not a table of the store: a line costs microseconds, while a row costs a transaction, which is
+more than a short call's own record. The kernel has the line when `start` returns, so it survives kill -9. Nothing is
+written when a call is recorded: the store skips calls whose exchange it has.
 """
 
 import errno
@@ -21,7 +21,7 @@ from polar.records.exchange import StartedCall
 log = logging.getLogger(__name__)
 
 MAX_JOURNAL_BYTES = 256 * 1024
-"""Beyond which the journal is written anew, with the calls that still run; more where those alone take more."""
+"""Size at which the journal is rewritten with the running calls only. If those take more, the limit grows."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -47,7 +47,7 @@ class CallJournal:
         self._running.pop(exchange_id, None)
 
     def drop(self, exchange_id: str) -> None:
-        """The call has ended, and is not to be recorded."""
+        """Removes a call that has ended and must not be recorded."""
         if self._running.pop(exchange_id, None) is not None:
             self._write(exchange_id)
 
@@ -59,7 +59,7 @@ class CallJournal:
         try:
             if self._size_bytes + len(line) > self._limit_bytes:
                 self._rewrite()
-            # What a full disk left of a line must not spoil the next one.
+            # A full disk may have cut the last line: start a new one.
             _write_all(self._fd, b"\n" + line if self._failed else line)
         except OSError as error:
             if not self._failed:
@@ -70,7 +70,8 @@ class CallJournal:
         self._size_bytes += len(line)
 
     def _rewrite(self) -> None:
-        """By another file that takes the name at once: a process killed here leaves the old journal or the new one."""
+        """Writes the running calls to a new file and renames it: a process killed here leaves the old journal or the
+        new one."""
         lines = b"".join(_encoder.encode(call) + b"\n" for call in self._running.values())
         unfinished = self._path.with_suffix(".partial")
         fd = _open_for_appending(unfinished)
@@ -97,7 +98,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def read_journal(path: Path) -> list[StartedCall]:
-    """The calls that a journal's process left. Some of them may be recorded: the store tells."""
+    """Reads the calls that were running when the journal's process ended. The store may have recorded some of them."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -106,7 +107,7 @@ def read_journal(path: Path) -> list[StartedCall]:
     for line in lines:
         try:
             entry = msgspec.json.decode(line, type=StartedCall | str)
-        except msgspec.DecodeError:  # cut by the end of its process, or by a full disk
+        except msgspec.DecodeError:  # a line cut by the end of the process or by a full disk
             continue
         if isinstance(entry, StartedCall):
             calls[entry.exchange_id] = entry

@@ -1,4 +1,4 @@
-"""Store, engines and gateway in one process: all that it takes to capture calls."""
+"""Store, engines and gateway in one process: everything needed to capture calls."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ _JOURNAL_FILE = "calls.jsonl"
 class DataPlane:
     """Use as an async context manager.
 
-    With `hold_calls`, calls wait until somebody says how the engines are to be (EngineFleet.apply). Without `engines`
-    there are none before that."""
+    With `hold_calls`, calls wait until the desired engines are known (EngineFleet.apply). Without `engines`, the
+    settings' engines are not used, and there are none before that."""
 
     store: RelationalStore
     pools: EngineFleet
@@ -49,7 +49,7 @@ class DataPlane:
 
     @property
     def pool(self) -> EnginePool:
-        """The engines of runs that have none of their own."""
+        """The engine pool of runs that have none of their own."""
         return self.pools.default
 
     async def __aenter__(self) -> "DataPlane":
@@ -97,28 +97,28 @@ class DataPlane:
         self.gateway_url = await self.gateway.start()
 
     async def _open_journal(self, stack: contextlib.AsyncExitStack) -> CallJournal:
-        """The journal of this process's calls. Calls in the journals of dead processes on this folder are recorded as
+        """Opens this process's journal. Calls in the journals of dead processes on this folder are recorded as
         interrupted."""
         state = StateFolder(self.data_folder / "gateways")
-        for left in state.iter_abandoned():
-            interrupted = await self.store.record_interrupted(read_journal(left.folder / _JOURNAL_FILE))
+        for abandoned in state.iter_abandoned():
+            interrupted = await self.store.record_interrupted(read_journal(abandoned.folder / _JOURNAL_FILE))
             if interrupted:
                 log.warning(
                     "%d calls were under way when their gateway's process ended: interrupted.", len(interrupted)
                 )
-            await asyncio.to_thread(left.remove)
+            await asyncio.to_thread(abandoned.remove)
         await asyncio.to_thread(state.lock)
         journal = CallJournal(state.folder / _JOURNAL_FILE)
         stack.push_async_callback(self._close_journal, journal, state)
         return journal
 
     async def _close_journal(self, journal: CallJournal, state: StateFolder) -> None:
-        """All calls have ended. Those that could not be recorded are, as interrupted, now or by the next process."""
+        """Records calls that ended without a record as interrupted. If the store fails, the next process does it."""
         journal.close()
         try:
             await self.store.record_interrupted(journal.running)
         except StoreError as error:
-            log.warning("Calls that were not recorded are looked after by the next process: %s", error)
+            log.warning("Calls that could not be recorded are left to the next process: %s", error)
             return
         await asyncio.to_thread(state.close)
 
@@ -130,9 +130,9 @@ class DataPlane:
             raise ConfigError(f"No engine answers at {urls}: start it, or name another ([engine] urls, --engine).")
 
     async def load_policy_versions(self) -> dict[str, int]:
-        """The version that each engine holds, by address, as far as it is known. An engine that was launched with this
-        process holds what it began with, whatever was at its address before."""
-        return await self.store.policy_versions() | self.pool.launched_versions
+        """Returns the policy version of each engine by its URL, where it is known. An engine launched with this process
+        has the version that it started with, whatever ran at its URL before."""
+        return await self.store.read_policy_versions() | self.pool.launched_versions
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,7 +1,7 @@
 """One generation: a model call from the engine's first token to the store.
 
-It runs in a task of its own, apart from the connection that asked for it, so that a harness that goes away for a moment
-loses nothing. Events are kept until the end: whoever reads gets them from the first.
+It runs in a task of its own, apart from the connection that asked for it, so that a harness that disconnects for a
+moment loses nothing. Events are kept until the end: a reader gets all of them, from the first.
 
     engine --chunks--> Generation --events--> reader (the harness's connection; at most one at a time)
                            |
@@ -9,7 +9,7 @@ loses nothing. Events are kept until the end: whoever reads gets them from the f
                            |
                            +-- at the end, before the reader is told so --> store (durable)
 
-A GenerationRegistry starts a gateway's generations and knows them until they are recorded and nobody can come back to
+A GenerationRegistry starts a gateway's generations and keeps them until they are recorded and no retry can attach to
 them. Invariant: a reader sees `finished` only after the exchange is durable.
 """
 
@@ -44,17 +44,17 @@ from polar.types import ReplyEvent, Request, TextDelta
 log = logging.getLogger(__name__)
 
 MAX_RECORDED_REFUSAL_BYTES = 1024 * 1024
-"""Of a request that does not fit the model's context, up to which it is recorded all the same."""
+"""A request that does not fit the model's context is recorded up to this size."""
 
 _SLOW_START_SECONDS = 5.0
-"""Seconds after which an engine should have begun."""
+"""Seconds within which an engine should begin to sample."""
 
 _START_EVENTS = (TextDelta(""),)
-"""Says nothing but that the engine has begun."""
+"""Sent for a first chunk without events, so that the harness sees the reply begin."""
 
 
 class GenerationContext(Struct, frozen=True):
-    """What every generation of a gateway has in common."""
+    """The parts of a gateway that all of its generations share."""
 
     pools: EngineFleet
     store: Store
@@ -80,7 +80,7 @@ class GenerationRegistry:
         return generation
 
     def attach_retry(self, session: OpenSession, call: HarnessCall) -> "Generation | None":
-        """An orphan that this call asks for once more, with a reader again; None where there is none."""
+        """Attaches the call to an orphan with the same request. Returns None if there is none."""
         for orphan in self._orphans.get(session.session_id, ()):
             if orphan.can_answer(call):
                 orphan.attach()
@@ -88,18 +88,18 @@ class GenerationRegistry:
         return None
 
     async def end_continued(self, session: OpenSession, call: HarnessCall) -> None:
-        """Ends orphans whose turn this call goes on from: that turn is over now."""
+        """Ends orphans whose turn this call continues: the harness has accepted that turn as it is."""
         for orphan in tuple(self._orphans.get(session.session_id, ())):
             if orphan.record.exchange_id.encode() in call.body:
                 orphan.give_up()
                 await orphan.wait_until_recorded()
 
     async def end_all(self, session: OpenSession) -> None:
-        """Gives up what still runs of a session, and waits until it is recorded."""
+        """Gives up a session's generations, and waits until they are recorded."""
         await _give_up([*self._running.get(session.session_id, ()), *self.list_orphans(session)])
 
     async def close(self) -> None:
-        """Gives up whatever runs."""
+        """Gives up all generations, and waits until they are recorded."""
         groups = *self._running.values(), *self._orphans.values()
         await _give_up([generation for group in groups for generation in group])
 
@@ -109,7 +109,7 @@ class GenerationRegistry:
     # Called by generations
 
     def remove_running(self, generation: "Generation") -> None:
-        """It is recorded, or failed to be."""
+        """Forgets a generation that was recorded, or could not be."""
         session_id = generation.session.session_id
         running = self._running[session_id]
         running.discard(generation)
@@ -120,7 +120,7 @@ class GenerationRegistry:
         self._orphans.setdefault(generation.session.session_id, []).append(generation)
 
     def remove_orphan(self, generation: "Generation") -> None:
-        """Does nothing where it is none."""
+        """Does nothing if the generation is no orphan."""
         session_id = generation.session.session_id
         orphans = self._orphans.get(session_id, [])
         if generation in orphans:
@@ -183,9 +183,9 @@ class Generation:
 
     # The reader's side
 
-    async def wait_for_events(self, seen: int) -> None:
-        """Waits until there are more than `seen` events, or the end, or somebody calls `wake`."""
-        if len(self.events) == seen and not self.finished:
+    async def wait_for_events(self, known_events: int) -> None:
+        """Waits until there are more than `known_events` events, the generation is finished, or `wake` is called."""
+        if len(self.events) == known_events and not self.finished:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -197,19 +197,19 @@ class Generation:
             self._waiter.set_result(None)
 
     def mark_delivered(self, events: int) -> None:
-        """Text was written to the harness, up to and with that of the last of so many events."""
+        """Notes that the text of the first `events` events was written to the harness."""
         self._delivered_tokens = max(self._delivered_tokens, self._tokens_at_event[events - 1])
 
     def mark_served(self) -> None:
-        """The reply was written to its last byte."""
+        """Notes that the reply was written to its last byte."""
         self._is_served = True
 
     def can_answer(self, call: HarnessCall) -> bool:
-        """Whether a retry may have this reply. One that failed is no answer: the retry is for a better one."""
+        """Whether a retry may get this reply. A failed generation answers nothing: the retry hopes for a better one."""
         return self.error is None and self.call.is_retry_of(call)
 
     def attach(self) -> None:
-        """A new reader takes over, from the first chunk on."""
+        """Accepts a new reader, which reads from the first event on."""
         self._has_reader = True
         if self._give_up_timer is not None:
             self._give_up_timer.cancel()
@@ -217,7 +217,7 @@ class Generation:
         self._registry.remove_orphan(self)
 
     def detach(self) -> None:
-        """The reader leaves: served, or because the harness went away. Then the generation goes on for a moment, so
+        """Lets the reader go. If it was not served (the harness disconnected), the generation goes on for a moment, so
         that a retry can attach to it, and is given up after that."""
         self._has_reader = False
         if not self._is_served:
@@ -227,19 +227,19 @@ class Generation:
             self._correct_delivery()  # it may have been recorded while nobody was reading
 
     def give_up(self) -> None:
-        """Nobody will read this any more: its harness stayed away, or the session ended."""
+        """Stops the generation, which nobody will read: its harness stayed away, or the session ended."""
         if self._give_up_timer is not None:
             self._give_up_timer.cancel()
             self._give_up_timer = None
         self._registry.remove_orphan(self)
         self._given_up = True
         if self._is_sampling:
-            self._task.cancel()  # one that has not begun finds out by itself; cancelled before, it would never end
+            self._task.cancel()  # a task that has not begun checks `_given_up` itself; cancelling it would skip its end
         elif self.finished:
             self._correct_delivery()
 
     async def wait_until_recorded(self) -> None:
-        """Until all that is to be recorded of this generation is."""
+        """Waits until the exchange, and any correction of it, is recorded."""
         await asyncio.wait([self._task])
         if self._amend_task is not None:
             await asyncio.wait([self._amend_task])
@@ -279,10 +279,10 @@ class Generation:
             self.error = ApiError("timeout", "The call was given up, because nobody waited for its reply any more.")
         except Exception:
             log.exception("exchange %s failed while it was sampled", record.exchange_id)
-            self.error = _internal_error()
+            self.error = _make_internal_error()
         finally:
             self._stop_metering()
-            self._is_sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
+            self._is_sampling = False  # from here on nothing cancels this task, so that the exchange is recorded
             if chunks is not None:
                 await chunks.aclose()
         if self._parser is not None:
@@ -290,7 +290,7 @@ class Generation:
         if self.error is not None:
             status = "partial" if record.sampled else "failed"
         elif not self._has_reader:
-            status = "partial"  # nobody has it yet; amended if somebody still comes
+            status = "partial"  # nobody has read it yet; amended if a retry attaches
         meter = session.meter
         try:
             if self._is_oversized_refusal():
@@ -300,12 +300,12 @@ class Generation:
                 await self._record(status)
             meter.recording_error = None
         except StoreError as error:
-            # What is not durable is not delivered: the harness may try again when the store is well.
+            # A reply that is not durable is not delivered. The harness may try again when the store works.
             self.error = ApiError("overloaded", f"The reply could not be recorded: {error}")
             meter.recording_error = str(self.error)
         except Exception:
             log.exception("exchange %s could not be recorded", record.exchange_id)
-            self.error = _internal_error()
+            self.error = _make_internal_error()
             meter.recording_error = str(self.error)
         finally:
             self._registry.remove_running(self)
@@ -316,7 +316,7 @@ class Generation:
             self._correct_delivery()
 
     async def _generate_chunks(self) -> AsyncGenerator[Chunk, None]:
-        """What is sampled for this call, on ids of our own wherever they can be had."""
+        """Starts sampling, on token ids made here unless only the engine can render the prompt."""
         session, call = self.session, self.call
         await self._pool.wait_until_routable()
         await self._registry.end_continued(session, call)
@@ -346,8 +346,8 @@ class Generation:
             self._observer.mark_begun()  # its first chunk will be its last
 
     def _stop_metering(self) -> None:
-        """Sampling has ended. A call that is given up and has not begun for long has waited for the engine: its failure
-        is the platform's. One that is given up otherwise is not."""
+        """Ends the metering when sampling has ended. A call that was given up counts as a failure only if its engine
+        had not begun after a long wait: that is the platform's failure, not the harness's."""
         self._timer.stop()
         meter = self.session.meter
         meter.add_tokens(self.record.unlisted_tokens)
@@ -356,7 +356,7 @@ class Generation:
             meter.record_failure(self.record.exchange_id, self.error)
 
     def _is_oversized_refusal(self) -> bool:
-        """A request that did not fit the context and is long enough for its recording to keep others waiting."""
+        """Whether the request did not fit the context, and is so long that recording it would delay other calls."""
         too_long = self.error is not None and self.error.kind == "context_length" and not self.record.sampled
         return too_long and len(self.call.body) > MAX_RECORDED_REFUSAL_BYTES
 
@@ -370,7 +370,7 @@ class Generation:
             delivered,
             str(self.error) if self.error else None,
             engine=replica.engine if replica else None,
-            versions=self._observer.version_spans(),
+            versions=self._observer.build_version_spans(),
             first_token_at=self._first_token_at,
             ended_at=time.time(),
             wants_logprobs=context.wants_logprobs,
@@ -380,9 +380,9 @@ class Generation:
         self._recorded_delivery = status, delivered
         context.prompt_renderer.add_exchange(session, exchange, self._rendered)
         context.metrics.record_exchange(exchange)
-        used = exchange.usage
-        session.meter.usage_totals.add(used, answered=status == "complete")
-        log.debug("exchange %s is %s: %d + %d tokens", exchange.exchange_id, status, used.prompt, used.completion)
+        usage = exchange.usage
+        session.meter.usage_totals.add(usage, answered=status == "complete")
+        log.debug("exchange %s is %s: %d + %d tokens", exchange.exchange_id, status, usage.prompt, usage.completion)
         tracing.current().record_call(
             exchange,
             self.call.request,
@@ -391,7 +391,7 @@ class Generation:
         )
 
     def _correct_delivery(self) -> None:
-        """Makes the record say what was really delivered, once nobody reads any more."""
+        """Amends the recorded exchange if its status or delivered tokens have changed since."""
         if self._recorded_delivery is None:
             return
         status, delivered = self._recorded_delivery[0], self._delivered_tokens
@@ -408,8 +408,8 @@ class Generation:
         try:
             await self._context.store.amend(self.record.exchange_id, status=status, delivered=delivered)
         except StoreError as error:
-            log.error("exchange %s stays recorded as delivered otherwise: %s", self.record.exchange_id, error)
+            log.error("exchange %s: its delivered tokens could not be corrected: %s", self.record.exchange_id, error)
 
 
-def _internal_error() -> ApiError:
+def _make_internal_error() -> ApiError:
     return ApiError("internal", "Polar's gateway failed on this call; its log says why.")

@@ -1,4 +1,4 @@
-"""HTTP's own side of the data plane: the server, its connections, and a request's body.
+"""The HTTP layer of the data plane: the server, its connections, and request bodies.
 
     bytes -> RequestParser -> aiohttp's RequestHandler -> handler -> read_body (bounded before and after unpacking)
                   |                    |
@@ -26,14 +26,14 @@ from aiohttp.streams import StreamReader
 from polar.errors import ApiError
 
 IDLE_TIMEOUT_SECONDS = 60.0
-"""Seconds without a byte after which a request body is given up; and seconds in which a request's headers have to come,
-counted from the connection's beginning or the request before."""
+"""A request body is given up after so many seconds without a byte. A request's headers must arrive within as many
+seconds after the connection's start or the previous request."""
 
 MIN_UPLOAD_BYTES_PER_SECOND = 1024
-"""Bytes a second that a body has to come with, after the first minute."""
+"""Minimum rate of a request body, after the first minute."""
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Bytes of one header; harnesses put JSON into theirs."""
+"""Limit of one header. It is large because harnesses put JSON into headers."""
 
 MAX_HEADERS = 128
 READ_BUFFER_BYTES = 64 * 1024
@@ -41,11 +41,11 @@ READ_BUFFER_BYTES = 64 * 1024
 _MERGED_HEADERS = frozenset(
     {b"user-agent", b"content-type", b"content-location", b"content-range", b"etag", b"max-forwards", b"server"}
 )
-"""Headers that aiohttp takes once and whose repetition is harmless: nothing here depends on them."""
+"""Headers that aiohttp refuses when repeated, and that nothing here depends on."""
 
 _DUPLICATE_HEADER = re.compile(r"Duplicate '([\w-]+)' header found")
 _MAX_MERGES = 8
-"""Attempts at one request's head. Each parses the head again, and a client could send it line by line."""
+"""Merges in one request's head. Each parses the head again, and a client could repeat every header."""
 
 _HEAD_END = b"\r\n\r\n"
 _REQUEST_LINE = re.compile(rb"\s*[^\s]{1,32} (/[^\s?#]*)")
@@ -57,7 +57,7 @@ ErrorEncoder = Callable[[str, ApiError], web.Response]
 
 
 class _RequestBytesFilter(logging.Filter):
-    """What is no HTTP is logged in one line, without the bytes themselves: a key may be among them."""
+    """Logs invalid HTTP in one line, without the request's bytes: a key may be among them."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[0] is not None and issubclass(record.exc_info[0], HttpProcessingError):
@@ -71,8 +71,8 @@ _log.addFilter(_RequestBytesFilter())
 
 
 def create_server(handler: Handler, encode_error: ErrorEncoder) -> web.Server:
-    """A handler is cancelled when its client goes away. Bodies come as they were sent (`read_body` unpacks them).
-    `encode_error` shapes errors of requests that never reach the handler."""
+    """Creates a server that cancels a handler when its client disconnects. Bodies stay compressed (`read_body`
+    decompresses them). `encode_error` encodes errors of requests that never reach the handler."""
     return HttpServer(
         handler,
         encode_error,
@@ -97,23 +97,24 @@ def is_loopback(host: str) -> bool:
 
 
 async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
-    """All of it; refused as soon as it turns out to be larger than `max_bytes`."""
+    """Reads and decompresses the body. Raises ApiError as soon as it is larger than `max_bytes`."""
     if (request.content_length or 0) > max_bytes:
-        raise _too_large_error(max_bytes)
+        raise _make_too_large_error(max_bytes)
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # this was no part of the answer yet
-    now = asyncio.get_running_loop().time
-    begun = now()
+        request.writer.output_size = 0  # the interim response is no part of the answer
+    read_clock = asyncio.get_running_loop().time
+    started_at = read_clock()
     pieces = []
     size = 0
     try:
         async with asyncio.timeout(IDLE_TIMEOUT_SECONDS) as idle_timeout:
             async for piece in request.content.iter_any():
                 size += len(piece)
-                idle_timeout.reschedule(min(now(), begun + size / MIN_UPLOAD_BYTES_PER_SECOND) + IDLE_TIMEOUT_SECONDS)
+                slowest_allowed = started_at + size / MIN_UPLOAD_BYTES_PER_SECOND
+                idle_timeout.reschedule(min(read_clock(), slowest_allowed) + IDLE_TIMEOUT_SECONDS)
                 if size > max_bytes:
-                    raise _too_large_error(max_bytes)
+                    raise _make_too_large_error(max_bytes)
                 pieces.append(piece)
     except (HttpProcessingError, web.RequestPayloadError) as error:
         raise ApiError("invalid_request", f"The request body can't be read: {error}.") from error
@@ -137,20 +138,20 @@ def _decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
     except zlib.error as error:
         raise ApiError("invalid_request", f"The body is not what its encoding {encoding!r} says: {error}.") from error
     if len(unpacked) > max_bytes:
-        raise _too_large_error(max_bytes)
+        raise _make_too_large_error(max_bytes)
     if not unpacker.eof:
         raise ApiError("invalid_request", f"The body's {encoding} data is cut short.")
     return unpacked
 
 
-def _too_large_error(max_bytes: int) -> ApiError:
+def _make_too_large_error(max_bytes: int) -> ApiError:
     return ApiError(
         "too_large", f"The request body is larger than {max_bytes} bytes, the limit here ([gateway] max_body)."
     )
 
 
 class HttpServer(web.Server):
-    """Creates a `Connection` for each client. A handler is cancelled when its client goes away."""
+    """Creates an `HttpConnection` for each client. A handler is cancelled when its client disconnects."""
 
     def __init__(self, handler: Handler, encode_error: ErrorEncoder, **options: Any) -> None:
         super().__init__(handler, handler_cancellation=True)
@@ -162,7 +163,7 @@ class HttpServer(web.Server):
 
 
 class HttpConnection(web.RequestHandler):
-    """Answers errors of HTTP itself in the shape of the provider whose path was asked for."""
+    """Encodes HTTP errors as the provider does whose path was requested."""
 
     def __init__(self, server: HttpServer, encode_error: ErrorEncoder, **options: Any) -> None:
         super().__init__(
@@ -272,7 +273,7 @@ class RequestParser:
             self._is_head_aligned &= data.endswith(_HEAD_END)
 
     def _fail_body(self, payload: StreamReader, error: BadHttpMessage) -> ParserResult:
-        """Whoever reads the body answers the request. Nothing can follow on this connection."""
+        """Passes the error to the reader of the body, which answers the request, and closes the connection."""
         payload.set_exception(web.RequestPayloadError(_summarize(error)))
         payload.feed_eof()
         self._connection.close()
@@ -281,10 +282,10 @@ class RequestParser:
     def _merge_and_parse(self, error: BadHttpMessage) -> ParserResult:
         head = b"".join(self._head)
         while True:
-            found = _DUPLICATE_HEADER.match(error.message)
+            duplicate = _DUPLICATE_HEADER.match(error.message)
             merged = None
-            if found is not None and self._is_head_aligned and self._merges < _MAX_MERGES:
-                merged = _merge_header(head, found[1].lower().encode())
+            if duplicate is not None and self._is_head_aligned and self._merges < _MAX_MERGES:
+                merged = _merge_header(head, duplicate[1].lower().encode())
             if merged is None:
                 line = _REQUEST_LINE.match(head)
                 self.failed_path = line[1].decode("utf-8", "replace") if line else "/"
@@ -295,18 +296,18 @@ class RequestParser:
             self._parser = self._create_parser()
             try:
                 parsed: ParserResult = self._parser.feed_data(head)
-            except BadHttpMessage as again:
-                error = again
+            except BadHttpMessage as next_error:
+                error = next_error
             else:
                 return parsed
 
 
 def _merge_header(data: bytes, name: bytes) -> bytes | None:
-    """`data` with all complete header lines of this name merged into the first; None where that is not allowed. Never
-    touches what follows the first head."""
+    """Merges all complete header lines of this name into the first one. Returns None if that is not allowed. Changes
+    nothing behind the first head."""
     if name not in _MERGED_HEADERS:
         return None
-    head, end, rest = data.partition(_HEAD_END)
+    head, end, body = data.partition(_HEAD_END)
     lines = head.split(b"\r\n")
     if len(lines) > MAX_HEADERS + 1:
         return None
@@ -319,7 +320,7 @@ def _merge_header(data: bytes, name: bytes) -> bytes | None:
     lines[repeated[0]] = lines[repeated[0]][: len(prefix)] + b" " + b", ".join(values)
     for number in reversed(repeated[1:]):
         del lines[number]
-    return b"\r\n".join([*lines, *unfinished]) + end + rest
+    return b"\r\n".join([*lines, *unfinished]) + end + body
 
 
 def _to_api_error(status: int, error: BaseException | None) -> ApiError:
@@ -330,12 +331,12 @@ def _to_api_error(status: int, error: BaseException | None) -> ApiError:
 
 
 def _summarize(error: BadHttpMessage) -> str:
-    """What is wrong, without the bytes themselves: a key may be among them."""
+    """Says what is wrong without quoting the request's bytes: a key may be among them."""
     if isinstance(error, LineTooLong):
         return f"the request line or a header has more than {MAX_HEADER_BYTES} bytes"
     if isinstance(error, InvalidHeader):
         return "a header contains characters that are not allowed"
-    first_line, _, rest = error.message.partition("\n")
+    first_line, _, other_lines = error.message.partition("\n")
     if first_line == "Bad status line:":
-        first_line = rest.strip().partition("\n")[0]
+        first_line = other_lines.strip().partition("\n")[0]
     return first_line.strip(" :.") or type(error).__name__

@@ -1,11 +1,11 @@
-"""What a session has used of its limits: turns, sampled tokens, seconds.
+"""Meters a session against its limits: turns, sampled tokens, seconds.
 
     Meter (a session) --owns--> Clock <--hold, mark_busy, release-- CallTimer (a call)
 
-The clock counts what the harness and the engine do for a session. It stands still while the session's calls can't get
-on through no fault of its own: they wait while generation is paused, or for a busy engine to begin, or are frozen
-midway. As long as one of them is being sampled, the clock runs; and a wait counts as one only after a moment, so that
-nobody can stop the clock by asking over and over.
+The clock counts the time that the harness and the engine work for a session. It stands still while the session's calls
+are held up by the platform: generation is paused, a busy engine has not begun, or the call is frozen midway. As long as
+one call is being sampled, the clock runs. A wait stops the clock only after a moment, so that a harness can't stop it
+by sending call after call.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from polar.errors import ApiError, ApiErrorKind
 from polar.types import UsageTotals
 
 UsedUpLimit = Literal["timeout", "length"]
-_MIN_POLL_SECONDS = 0.02  # seconds between two looks at a clock that may stand still
-_COUNTED_WAIT_SECONDS = 1.0  # seconds that a call may wait for the engine as part of its session's time
+_MIN_POLL_SECONDS = 0.02  # between two looks at a clock that may stand still
+_COUNTED_WAIT_SECONDS = 1.0  # that a call waits for its engine before the session's clock stops
 
 
 class Clock:
-    """Runs from `start` on, but not while anybody holds it, unless somebody is busy."""
+    """Runs from `start` on. Stands still while a caller holds it and no caller is busy."""
 
     def __init__(self) -> None:
-        self._counted = 0.0
-        self._since: float | None = None  # when it last began to run
+        self._counted_seconds = 0.0
+        self._running_since: float | None = None
         self._started = False
         self._holders: set[Hashable] = set()
         self._busy: set[Hashable] = set()
@@ -37,11 +37,11 @@ class Clock:
 
     @property
     def is_running(self) -> bool:
-        return self._since is not None
+        return self._running_since is not None
 
-    def elapsed(self) -> float:
-        running = 0.0 if self._since is None else time.monotonic() - self._since
-        return self._counted + running
+    def get_elapsed_seconds(self) -> float:
+        running = 0.0 if self._running_since is None else time.monotonic() - self._running_since
+        return self._counted_seconds + running
 
     def hold(self, caller: Hashable) -> None:
         self._busy.discard(caller)
@@ -54,23 +54,23 @@ class Clock:
         self._update()
 
     def release(self, caller: Hashable) -> None:
-        """Neither holds it nor is busy any more."""
+        """Removes a caller that held the clock or was busy."""
         self._holders.discard(caller)
         self._busy.discard(caller)
         self._update()
 
     def _update(self) -> None:
         runs = self._started and (bool(self._busy) or not self._holders)
-        if runs and self._since is None:
-            self._since = time.monotonic()
-        elif not runs and self._since is not None:
-            self._counted += time.monotonic() - self._since
-            self._since = None
+        if runs and self._running_since is None:
+            self._running_since = time.monotonic()
+        elif not runs and self._running_since is not None:
+            self._counted_seconds += time.monotonic() - self._running_since
+            self._running_since = None
 
 
 class CallTimer:
-    """One call's part in its session's clock. A call waits (and holds the clock after a moment) until its engine has
-    begun with it; then it is busy, except while it is frozen."""
+    """Drives the session's clock for one call. A call waits (and holds the clock after a moment) until its engine
+    begins; from then on it is busy, except while it is frozen."""
 
     def __init__(self, clock: Clock) -> None:
         self.has_begun = False
@@ -92,10 +92,10 @@ class CallTimer:
 
     def thaw(self) -> None:
         if self.has_begun:
-            self._clock.mark_busy(self)  # one that has not begun goes on waiting
+            self._clock.mark_busy(self)  # a call that has not begun goes on waiting
 
     def stop(self) -> None:
-        """The call has ended."""
+        """Ends the call's hold on the clock."""
         self._cancel_hold_timer()
         self._clock.release(self)
 
@@ -106,8 +106,8 @@ class CallTimer:
 
 
 _PLATFORM_ERROR_KINDS = frozenset({"engine", "overloaded", "timeout", "internal", "rate_limit"})
-"""Kinds of errors that neither the harness nor the model is to blame for. (A session that
-has used up its limits gets a rate-limit error too, but that call never begins.)"""
+"""Kinds of errors that are the platform's fault, not the harness's or the model's. (A session that has used up its
+limits gets a rate-limit error as well, but that call never begins.)"""
 
 
 class Meter:
@@ -115,7 +115,7 @@ class Meter:
         self.clock = Clock()
         self.turns = 0
         self.tokens = 0
-        self.usage_totals = UsageTotals()  # by calls that are recorded
+        self.usage_totals = UsageTotals()  # of the recorded calls
         self._failures: dict[str, tuple[ApiErrorKind, str]] = {}  # by exchange; an exception would hold on to its call
         self.recording_error: str | None = None  # the last reply could not be recorded, and so not delivered
         self.has_unrecorded_long_call = (
@@ -126,21 +126,23 @@ class Meter:
         self._limit_reached = asyncio.Event()
 
     def begin_call(self, requested_tokens: int | None) -> int | None:
-        """Counts a turn, and returns the most tokens that the call may sample, given what it asked for. Raises ApiError
-        where the session has no turn or no token left."""
+        """Counts a turn, and returns how many tokens the call may sample at most. Raises ApiError if the session has no
+        turns or tokens left."""
         if self._max_turns is not None and self.turns >= self._max_turns:
             self._limit_reached.set()
             raise ApiError("rate_limit", f"The session has used up its turns ({self._max_turns}).")
-        left = None if self._max_tokens is None else self._max_tokens - self.tokens
-        if left is not None and left <= 0:
+        remaining = None if self._max_tokens is None else self._max_tokens - self.tokens
+        if remaining is not None and remaining <= 0:
             self._limit_reached.set()
             raise ApiError("rate_limit", f"The session has used up its tokens ({self._max_tokens}).")
         self.turns += 1
         self.has_unrecorded_long_call = False
-        return requested_tokens if left is None else left if requested_tokens is None else min(requested_tokens, left)
+        if remaining is None or requested_tokens is None:
+            return requested_tokens if remaining is None else remaining
+        return min(requested_tokens, remaining)
 
     def add_tokens(self, tokens: int) -> None:
-        """As they come: several calls at once share what is left."""
+        """Counts sampled tokens as they come, since concurrent calls share the session's limit."""
         self.tokens += tokens
         if self._max_tokens is not None and self.tokens >= self._max_tokens:
             self._limit_reached.set()
@@ -149,7 +151,7 @@ class Meter:
         self._failures[exchange_id] = error.kind, str(error)
 
     def find_platform_failure(self, exchange_id: str) -> str | None:
-        """Why a call failed, where that was the platform's doing."""
+        """Returns why a call failed, or None if the platform was not at fault."""
         kind, message = self._failures.get(exchange_id, (None, None))
         return message if kind in _PLATFORM_ERROR_KINDS else None
 
@@ -158,17 +160,17 @@ class Meter:
         return self._failures.get(exchange_id, (None, None))[0] == "context_length"
 
     async def wait_for_timeout(self, seconds: float) -> None:
-        """Until the session's clock has counted so many seconds."""
-        while (left := seconds - self.clock.elapsed()) > 0:  # noqa: ASYNC110 (the clock may stand still meanwhile)
-            await asyncio.sleep(max(left, _MIN_POLL_SECONDS))
+        """Waits until the session's clock has counted so many seconds."""
+        while (remaining := seconds - self.clock.get_elapsed_seconds()) > 0:  # noqa: ASYNC110 (the clock may stand still)
+            await asyncio.sleep(max(remaining, _MIN_POLL_SECONDS))
 
     async def wait_until_used_up(self, seconds: float) -> UsedUpLimit:
-        """Until the session has used up its turns or tokens, or so many seconds."""
-        while (left := seconds - self.clock.elapsed()) > 0:
+        """Waits until the session has used up its turns or tokens, or so many seconds; returns which of them."""
+        while (remaining := seconds - self.clock.get_elapsed_seconds()) > 0:
             try:
-                async with asyncio.timeout(max(left, _MIN_POLL_SECONDS)):
+                async with asyncio.timeout(max(remaining, _MIN_POLL_SECONDS)):
                     await self._limit_reached.wait()
                 return "length"
             except TimeoutError:
-                continue  # unless the clock stood still meanwhile, this was it
+                continue  # the clock may have stood still meanwhile
         return "timeout"

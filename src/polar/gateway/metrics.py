@@ -50,43 +50,43 @@ class GatewayMetrics:
             self._first_token.observe(max(0.0, exchange.first_token_at - exchange.started_at))
 
     def watch_pools(self, pools: Callable[[], Mapping[str, EnginePool]]) -> None:
-        """Tells of these engines, too: by run, for those runs that have some of their own ("default" for the rest)."""
+        """Adds metrics of the engine pools. `pools` returns them by run; runs without a pool share "default"."""
         run_label = LabelCap(MAX_RUN_LABELS, "default")
 
-        def replicas() -> Iterable[tuple[tuple[str, str], int, bool]]:
+        def iter_replicas() -> Iterable[tuple[tuple[str, str], int, bool]]:
             for name, pool in pools().items():
                 for replica in pool.replicas:
                     labels = run_label(name), strip_password(replica.url)
                     yield labels, len(replica.running), replica.down
 
-        def state() -> Iterable[GaugeMetricFamily]:
+        def collect_gauges() -> Iterable[GaugeMetricFamily]:
             gates = [((run_label(name),), pool.gate) for name, pool in pools().items()]
             labels = ("run", "replica")
             yield make_gauge(
                 "polar_engine_calls",
                 "Model calls at a replica",
                 labels,
-                ((named, calls) for named, calls, _ in replicas()),
+                ((values, calls) for values, calls, _ in iter_replicas()),
             )
             yield make_gauge(
                 "polar_engine_down",
                 "1 where a replica did not answer, and is left alone for a while",
                 labels,
-                ((named, down) for named, _, down in replicas()),
+                ((values, down) for values, _, down in iter_replicas()),
                 max,
             )
             yield make_gauge(
                 "polar_calls_held",
                 "Model calls that wait for generation to go on",
                 ("run",),
-                ((named, gate.held) for named, gate in gates),
+                ((values, gate.held) for values, gate in gates),
             )
             yield make_gauge(
                 "polar_paused",
                 "1 while generation is paused",
                 ("run",),
-                ((named, gate.paused) for named, gate in gates),
+                ((values, gate.paused) for values, gate in gates),
                 max,
             )
 
-        GaugeCollector(self.registry, state)
+        GaugeCollector(self.registry, collect_gauges)

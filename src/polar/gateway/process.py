@@ -8,19 +8,19 @@ import resource
 import sys
 
 _OPEN_MAX = 10_240
-"""Of macOS's sys/syslimits.h."""
+"""OPEN_MAX in macOS's sys/syslimits.h."""
 
 _M_ARENA_MAX = -8
-"""mallopt's parameter, of glibc's malloc.h."""
+"""Parameter of mallopt, from glibc's malloc.h."""
 
 
 def tune_process() -> None:
-    """Makes this process fit to serve calls. Call it once, when everything is imported.
+    """Tunes this process to serve calls. Call it once, when everything is imported.
 
-    A full garbage collection stops every stream for as long as it takes to walk all objects. What is imported stays
-    anyway, and calls leave no cycles behind: young objects are looked at in small portions, old ones hardly ever. The
-    store's thread gives way to the event loop soon. Tokenizers start no threads of their own: they have ours, and
-    processes for what is long. All threads allocate from one arena.
+    A full garbage collection stops every stream while it walks all objects. Imported objects live forever and calls
+    leave no cycles, so young objects are collected in small portions and old ones hardly ever. A short switch interval
+    lets the store's thread yield to the event loop soon. Tokenizers start no threads: they run in ours, and long texts
+    in other processes. All threads allocate from one arena.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     gc.collect()
@@ -32,8 +32,8 @@ def tune_process() -> None:
 
 
 def _raise_open_files_limit() -> None:
-    """As far as the system allows: each open call takes two. macOS refuses more than OPEN_MAX where its hard limit is
-    infinite."""
+    """Raises the limit as far as the system allows, since each open call takes two files. macOS refuses more than
+    OPEN_MAX if its hard limit is infinite."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -43,11 +43,11 @@ def _raise_open_files_limit() -> None:
 
 
 def _share_malloc_arena() -> None:
-    """Has glibc give new threads no arenas of their own.
+    """Makes all threads allocate from one arena of glibc.
 
-    What one thread allocates and another frees goes back to the first one's arena, where holes are left. Caches that
-    many threads fill then take ever more memory, though they hold no more. The interpreter's lock keeps most threads
-    from allocating at the same time anyway. Other C libraries have no such parameter.
+    Memory that one thread allocates and another frees returns to the first thread's arena and leaves holes there.
+    Caches filled by many threads would take ever more memory without holding more. The interpreter's lock keeps most
+    threads from allocating at the same time anyway. Other C libraries have no such parameter.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_ARENA_MAX, 1)

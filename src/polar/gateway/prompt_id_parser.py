@@ -1,8 +1,8 @@
-"""Prompt ids out of an engine's JSON, reading only what is new.
+"""Parses prompt ids from an engine's JSON, reading only the new ones.
 
-An engine that is asked for token ids repeats the whole prompt's with every reply: tens of thousands of numbers, most of
-them the same as last time. So the text is compared with that of the session's last prompt (or, for its first, with the
-last one of any session, which mostly has the same system prompt), and only what follows is parsed.
+An engine that is asked for token ids repeats those of the whole prompt with every reply: tens of thousands of numbers,
+most of them the same as last time. So the text is compared with that of the session's last prompt (or, for its first,
+with the last prompt of any session, which mostly has the same system prompt), and only what follows is parsed.
 """
 
 from array import array
@@ -25,40 +25,41 @@ class _ParsedPrompt(Struct, frozen=True):
 
 class PromptIdParser:
     def __init__(self, max_bytes: int = 32 * 1024 * 1024) -> None:
-        self._known: SizedCache[str, _ParsedPrompt] = SizedCache(max_bytes)
+        self._prompt_by_session: SizedCache[str, _ParsedPrompt] = SizedCache(max_bytes)
         self._last: _ParsedPrompt | None = None
 
     def parse(self, session_id: str, text: bytes) -> TokenIds:
-        """`text` is a JSON list of numbers; raises ValueError or OverflowError for anything else."""
-        known = self._known.get(session_id) or self._last
-        ids = _parse(text) if known is None else _extend(known, text)
+        """Parses `text`, a JSON list of numbers. Raises ValueError or OverflowError for anything else."""
+        previous = self._prompt_by_session.get(session_id) or self._last
+        ids = _parse(text) if previous is None else _extend(previous, text)
         self._last = prompt = _ParsedPrompt(text[:-1], ids)
-        self._known.put(session_id, prompt, len(text) + ids.nbytes)
+        self._prompt_by_session.put(session_id, prompt, len(text) + ids.nbytes)
         return ids
 
     @property
     def memory_bytes(self) -> int:
         """Memory held for the next prompts of open sessions."""
-        return self._known.size
+        return self._prompt_by_session.size
 
     def forget(self, session_id: str) -> None:
-        """Its session has ended."""
-        self._known.drop(session_id)
+        """Drops what is kept of a session that has ended."""
+        self._prompt_by_session.drop(session_id)
 
 
 def _parse(text: bytes) -> TokenIds:
     return np.frombuffer(array("i", _ids_decoder.decode(text)), dtype=np.int32)
 
 
-def _extend(known: _ParsedPrompt, text: bytes) -> TokenIds:
-    end = len(known.text)
-    if text.startswith(known.text) and text[end : end + 1] == b"," and end > 1:  # the usual case
-        return np.concatenate([known.ids, _parse(b"[" + text[end + 1 :])])
+def _extend(previous: _ParsedPrompt, text: bytes) -> TokenIds:
+    """Parses what `text` has beyond the previous prompt."""
+    end = len(previous.text)
+    if text.startswith(previous.text) and text[end : end + 1] == b"," and end > 1:  # the usual case
+        return np.concatenate([previous.ids, _parse(b"[" + text[end + 1 :])])
     length = min(end, len(text))
-    differ = np.frombuffer(known.text, np.uint8, length) != np.frombuffer(text, np.uint8, length)
+    differ = np.frombuffer(previous.text, np.uint8, length) != np.frombuffer(text, np.uint8, length)
     shared = int(differ.argmax()) if differ.any() else length
-    cut = text.rfind(b",", 0, shared)  # the number behind it may go on where the two texts part
+    cut = text.rfind(b",", 0, shared)  # the number behind it may differ in its later digits
     if cut < 0:
         return _parse(text)
     count = np.count_nonzero(np.frombuffer(text, np.uint8, cut) == _COMMA) + 1
-    return np.concatenate([known.ids[:count], _parse(b"[" + text[cut + 1 :])])
+    return np.concatenate([previous.ids[:count], _parse(b"[" + text[cut + 1 :])])

@@ -1,13 +1,13 @@
-"""From a call to the token ids that its engine gets, and back from sampled ids to what the harness is told.
+"""Renders a call to the token ids that its engine gets, and parses sampled ids into the events that the harness sees.
 
-Rendering belongs to `polar.rendering`; here it meets the session: which turns it has had, and their ids, of which the
-latest are kept at hand and the others read from the store.
+Rendering itself is `polar.rendering`'s; this module brings in the session: its turns, and their ids. The latest ids are
+cached, older ones are read from the store.
 
 A call that only the engine can render (pictures, raw prompts, forced formats) goes to the engine's chat API as it is.
 
-Nobody waits for somebody else's long text. What can't fit the model's context is refused before it is rendered. A
-prompt with much new text is made by another process (rendering/worker_pool.py), one with little in a thread or on the
-event loop.
+A long prompt delays nobody else. One that can't fit the model's context is refused before it is rendered. A prompt with
+much new text is rendered by another process (rendering/worker_pool.py), one with little in a thread or on the event
+loop.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from polar.gateway.call import HarnessCall, PreparedPrompt
 from polar.gateway.session_registry import OpenSession
 from polar.records.exchange import Continuation, Exchange, TokenIds
 from polar.rendering.continuation import RecordedPrefix, RecordedTurn, TurnHistory
-from polar.rendering.encoder import NewTextLimitExceeded, new_text_limit
+from polar.rendering.encoder import NewTextLimitExceeded, limit_new_text
 from polar.rendering.families import ReplyParser
 from polar.rendering.model_codec import ModelCodec, is_renderable
 from polar.rendering.model_registry import LoadedModel, ModelRegistry
@@ -43,36 +43,35 @@ from polar.types import ReasoningDelta, ReplyEvent, Request, Text, TextDelta, To
 log = logging.getLogger(__name__)
 
 _EVENT_LOOP_BODY_BYTES = 16 * 1024
-"""Bytes of a request up to which rendering it is quicker than handing it to a thread."""
+"""A request up to this size is rendered on the event loop: that is quicker than handing it to a thread."""
 
 _IN_PROCESS_NEW_TEXT_BYTES = 32 * 1024
-"""Bytes of new text up to which a prompt is made in this process: about as much as is encoded in the time that it takes
-to have another process do it."""
+"""A prompt with new text up to this size is rendered in this process: handing it to another one would take as long."""
 
 _IN_PROCESS_BODY_BYTES = 1024 * 1024
-"""Bytes of a request up to which its prompt may be made in this process, however little of it is new."""
+"""A request above this size is rendered by another process, however little of it is new."""
 
 _EVENT_LOOP_MESSAGES = 2048
-"""Messages of a request from which on even looking through them takes a thread."""
+"""With more messages than this, even scanning them is left to a thread."""
 
 _EVENT_LOOP_IDS = 16 * 1024
-"""Ids that are written as JSON on the event loop."""
+"""Ids up to this number are encoded as JSON on the event loop."""
 
 _MIN_BODY_LIMIT_BYTES, _MAX_BODY_LIMIT_BYTES = 16 * 1024 * 1024, 64 * 1024 * 1024
-"""Bytes between which the limit of a request's body lies. A context may be short, but pictures need room."""
+"""Bounds of a request body's size limit. A context may be short, but pictures need room."""
 
 _DEFAULT_BODY_LIMIT_BYTES = 32 * 1024 * 1024
-"""Where the model's tokenizer or context is not known."""
+"""Size limit of a request body if the model's tokenizer or context length is unknown."""
 
 _NON_TEXT_BYTES = 1024 * 1024
-"""Bytes of a body that are no text of its messages."""
+"""Allowance for a body's content besides the text of its messages."""
 
 ID_CACHE_BYTES = 256 * 1024 * 1024
-"""For the ids of sessions' latest prompts."""
+"""Size of the cache of sessions' latest ids."""
 
 
 class _ExchangeIds(Struct):
-    """An exchange's ids: its prompt and what was sampled, and the prompt once more as JSON, without brackets."""
+    """An exchange's prompt and sampled ids in one array, and the prompt's ids as a JSON list without its brackets."""
 
     ids: TokenIds
     prompt_json: bytes
@@ -91,9 +90,9 @@ class PromptRenderer:
     async def close(self) -> None:
         await self.models.close()
 
-    def body_limit(self, pool: EnginePool) -> int:
-        """Bytes that a request may have: the most text that the model's context can hold, and something beside it."""
-        context_length = _context_length(pool)
+    def compute_body_limit(self, pool: EnginePool) -> int:
+        """Returns how many bytes a request may have: the longest text that fits the context, and an allowance."""
+        context_length = _find_context_length(pool)
         folder, settings = pool.model.tokenizer_folder, pool.model.settings
         model = folder and self.models.get(folder, settings.continuation, settings.template_kwargs)
         if not model or context_length is None:
@@ -107,22 +106,22 @@ class PromptRenderer:
     async def render(
         self, session: OpenSession, call: HarnessCall
     ) -> tuple[ModelCodec, PreparedPrompt] | tuple[None, None]:
-        """Nothing where the engine is to render. Raises ApiError where the template refuses the request, or where it
-        can't fit the model's context."""
+        """Renders the call's prompt, and returns it with its model. Returns (None, None) if the engine must render it.
+        Raises ApiError if the template refuses the request, or if it can't fit the model's context."""
         pool = self._pools.get_pool(session.run)
         loaded = await self.load_model(pool)
         if loaded is None:
             return None, None
         model = loaded.codec
-        context_length = _context_length(pool)
-        look = partial(_prepare, call, model, context_length)
-        request = await asyncio.to_thread(look) if len(call.request.messages) > _EVENT_LOOP_MESSAGES else look()
+        context_length = _find_context_length(pool)
+        prepare = partial(_prepare_request, call, model, context_length)
+        request = await asyncio.to_thread(prepare) if len(call.request.messages) > _EVENT_LOOP_MESSAGES else prepare()
         if request is None:
             return None, None
         history = await self.load_history(session)
         partial_turns = await self._load_partial_turns(session, history)
         try:
-            made = await self._make_prompt(session, call, loaded, request, history, partial_turns, context_length)
+            rendered = await self._render_prompt(session, call, loaded, request, history, partial_turns, context_length)
         except TemplateError as error:
             raise ApiError("invalid_request", str(error)) from error
         except ContextExceeded as error:
@@ -134,19 +133,21 @@ class PromptRenderer:
         except WorkerDied as error:
             raise ApiError("internal", str(error)) from error
         parent: str | None = None
-        if made.base is None:
-            prompt = TokenPrompt(made.ids, made.ids_json)
+        if rendered.base is None:
+            prompt = TokenPrompt(rendered.ids, rendered.ids_json)
             continuation: Continuation = "rendered"
         else:
-            exchange_id, sampled, drop = made.base
+            exchange_id, sampled, drop = rendered.base
             prompt = await self._extend_recorded(
-                session, RecordedPrefix(history.turns[exchange_id], sampled, drop), made
+                session, RecordedPrefix(history.turns[exchange_id], sampled, drop), rendered
             )
             continuation = "recorded"
             parent = None if sampled is None else exchange_id
-        return model, PreparedPrompt(prompt, request, made.prompt_end, continuation, parent, made.reason, made.mark)
+        return model, PreparedPrompt(
+            prompt, request, rendered.prompt_end, continuation, parent, rendered.reason, rendered.mark
+        )
 
-    async def _make_prompt(
+    async def _render_prompt(
         self,
         session: OpenSession,
         call: HarnessCall,
@@ -157,7 +158,7 @@ class PromptRenderer:
         context_length: int | None,
     ) -> RenderedPrompt:
         def make() -> RenderedPrompt:
-            with new_text_limit(2 * _IN_PROCESS_NEW_TEXT_BYTES):  # it is guarded, and then encoded
+            with limit_new_text(2 * _IN_PROCESS_NEW_TEXT_BYTES):  # it is guarded, and then encoded
                 return make_prompt(model.codec, request, history, partial_turns, context_length)
 
         if len(call.body) <= _IN_PROCESS_BODY_BYTES:
@@ -169,13 +170,13 @@ class PromptRenderer:
         return await model.workers.make_prompt(session.session_id, job)
 
     async def count_tokens(self, session: OpenSession, call: HarnessCall) -> int | None:
-        """The prompt's length; None where only the engine can tell."""
+        """Returns the prompt's length, or None if only the engine can count it."""
         _, rendered = await self.render(session, call)
         return None if rendered is None else len(rendered.prompt.ids)
 
     async def load_model(self, pool: EnginePool) -> LoadedModel | None:
-        """The model of a run, for which its prompts are made. None where there is no tokenizer, or the engine takes no
-        token ids."""
+        """Loads the model of a pool's run. Returns None if there is no tokenizer, or if the engine takes no token
+        ids."""
         settings = pool.model.settings
         engine = pool.replicas[0].engine if pool.replicas else None
         if settings.render == "engine" or (engine is not None and not engine.capabilities.accepts_token_ids):
@@ -196,20 +197,20 @@ class PromptRenderer:
     # A session's turns
 
     async def load_history(self, session: OpenSession) -> TurnHistory:
-        """A session's turns. Those of a session from before a restart are read from the store."""
+        """Returns a session's turns; after a restart, they are read from the store."""
         history = self._histories.get(session.session_id)
         if history is not None:
             return history
         history = TurnHistory()
         if session.resumed:
-            async for exchange in self._store.exchanges(session.session_id):
+            async for exchange in self._store.read_exchanges(session.session_id):
                 _add_to_history(history, exchange)
-        if session.ended:  # meanwhile: nothing is kept of it
+        if session.ended:  # meanwhile: nothing more is kept of it
             return history
         return self._histories.setdefault(session.session_id, history)  # another call may have been faster
 
     def add_exchange(self, session: OpenSession, exchange: Exchange, rendered: PreparedPrompt | None) -> None:
-        """Takes in an exchange that was recorded, as `load_history` does with all of them after a restart."""
+        """Adds a recorded exchange to the session's history, as `load_history` does for all of them after a restart."""
         history = self._histories.get(session.session_id)
         if history is None:
             if session.resumed:
@@ -223,10 +224,10 @@ class PromptRenderer:
             and exchange.exchange_id in history.turns
         ):
             ids = np.concatenate([exchange.prompt_ids, exchange.sampled_ids])
-            held = _ExchangeIds(ids, rendered.prompt.json)
+            exchange_ids = _ExchangeIds(ids, rendered.prompt.json)
             if rendered.parent is not None:
-                self._id_cache.drop(rendered.parent)  # who goes on from there again finds it in the store
-            self._cache_ids(session, exchange.exchange_id, held)
+                self._id_cache.drop(rendered.parent)  # a second continuation of the parent reads it from the store
+            self._cache_ids(session, exchange.exchange_id, exchange_ids)
 
     @property
     def memory_bytes(self) -> int:
@@ -234,68 +235,70 @@ class PromptRenderer:
         return self._id_cache.size
 
     def forget(self, session: OpenSession) -> None:
-        """The session has ended, and goes on from none of its turns."""
+        """Drops what is kept of a session that has ended."""
         history = self._histories.pop(session.session_id, None)
         for exchange_id in history.turns if history else ():
             self._id_cache.drop(exchange_id)
 
     def set_delivered(self, session: OpenSession, exchange_id: str, delivered: int) -> None:
-        """It turned out that a harness got more, or less, of a turn."""
+        """Corrects how many tokens of a turn were delivered."""
         history = self._histories.get(session.session_id)
-        known = history.turns.get(exchange_id) if history else None
-        if known is not None:
-            known.delivered_tokens = delivered
+        turn = history.turns.get(exchange_id) if history else None
+        if turn is not None:
+            turn.delivered_tokens = delivered
 
     async def _load_partial_turns(self, session: OpenSession, history: TurnHistory) -> dict[str, list[int]]:
-        """The sampled ids of turns that were cut: few, if any."""
-        found = {}
-        for known in list(history.turns.values()):  # more may be learned meanwhile
-            if not known.is_fully_delivered and known.delivered_tokens:
-                ids = (await self._load_ids(session, known)).ids
-                found[known.exchange_id] = ids[known.prompt_tokens :].tolist()
-        return found
+        """Returns the sampled ids of partly delivered turns, by exchange. There are few, if any."""
+        sampled_ids = {}
+        for turn in list(history.turns.values()):  # turns may be added meanwhile
+            if not turn.is_fully_delivered and turn.delivered_tokens:
+                ids = (await self._load_ids(session, turn)).ids
+                sampled_ids[turn.exchange_id] = ids[turn.prompt_tokens :].tolist()
+        return sampled_ids
 
-    async def _load_ids(self, session: OpenSession, known: RecordedTurn) -> _ExchangeIds:
-        held = self._id_cache.get(known.exchange_id)
-        if held is None:
-            ids = await self._store.context_ids(session.session_id, known.seq)
-            held = _ExchangeIds(ids, await _encode_ids(ids[: known.prompt_tokens]))
-            self._cache_ids(session, known.exchange_id, held)
-        return held
+    async def _load_ids(self, session: OpenSession, turn: RecordedTurn) -> _ExchangeIds:
+        exchange_ids = self._id_cache.get(turn.exchange_id)
+        if exchange_ids is None:
+            ids = await self._store.read_context_ids(session.session_id, turn.seq)
+            exchange_ids = _ExchangeIds(ids, await _encode_ids(ids[: turn.prompt_tokens]))
+            self._cache_ids(session, turn.exchange_id, exchange_ids)
+        return exchange_ids
 
-    def _cache_ids(self, session: OpenSession, exchange_id: str, held: _ExchangeIds) -> None:
+    def _cache_ids(self, session: OpenSession, exchange_id: str, exchange_ids: _ExchangeIds) -> None:
         if not session.ended:
-            self._id_cache.put(exchange_id, held, held.ids.nbytes + len(held.prompt_json))
+            size = exchange_ids.ids.nbytes + len(exchange_ids.prompt_json)
+            self._id_cache.put(exchange_id, exchange_ids, size)
 
-    async def _extend_recorded(self, session: OpenSession, base: RecordedPrefix, new: RenderedPrompt) -> TokenPrompt:
-        known = base.turn
-        held = await self._load_ids(session, known)
-        ids = base.extend(held.ids, new.ids)
-        if base.sampled_tokens is None:
-            text, behind = _drop_last_ids(held.prompt_json, base.dropped_tokens), new.ids_json
+    async def _extend_recorded(self, session: OpenSession, prefix: RecordedPrefix, tail: RenderedPrompt) -> TokenPrompt:
+        """Builds a prompt from a recorded prefix and the rendered ids behind it."""
+        turn = prefix.turn
+        recorded = await self._load_ids(session, turn)
+        ids = prefix.extend(recorded.ids, tail.ids)
+        if prefix.sampled_tokens is None:
+            prefix_json, tail_json = _drop_last_ids(recorded.prompt_json, prefix.dropped_tokens), tail.ids_json
         else:
-            text, behind = held.prompt_json, await _encode_ids(ids[known.prompt_tokens :])
-        return TokenPrompt(ids, b",".join(filter(None, (text, behind))))
+            prefix_json, tail_json = recorded.prompt_json, await _encode_ids(ids[turn.prompt_tokens :])
+        return TokenPrompt(ids, b",".join(filter(None, (prefix_json, tail_json))))
 
 
-def _context_length(pool: EnginePool) -> int | None:
-    """Of the replica with the longest one; None where one does not tell."""
+def _find_context_length(pool: EnginePool) -> int | None:
+    """Returns the longest context length of the replicas, or None if one of them does not report it."""
     lengths = [replica.engine.capabilities.context_length for replica in pool.replicas]
     known = [length for length in lengths if length is not None]
     return max(known) if known and len(known) == len(lengths) else None
 
 
-def _prepare(call: HarnessCall, model: ModelCodec, context_length: int | None) -> Request | None:
-    """The request with plain function tools; None where only the engine can render it. Raises ApiError where it can't
-    fit the context."""
+def _prepare_request(call: HarnessCall, model: ModelCodec, context_length: int | None) -> Request | None:
+    """Returns the request with plain function tools, or None if only the engine can render it. Raises ApiError if it
+    can't fit the context."""
     if context_length is not None and not _can_fit(call, model, context_length):
         raise ApiError("context_length", str(ContextExceeded(context_length)))
     return flatten_request(call.request) if is_renderable(call.request) else None
 
 
 def _can_fit(call: HarnessCall, model: ModelCodec, context_length: int) -> bool:
-    """False where a request has more text than the context can hold, whatever a template makes of it: the model's turns
-    and the tools, of which templates leave things out, don't count, nor does white space at the edges."""
+    """Returns False if the request has more text than the context can hold, whatever the template does with it. The
+    model's turns, the tools and white space at the edges don't count, since templates may leave them out."""
     messages = call.request.messages
     bound = model.encoder.text_bound
     if bound.bytes_per_token is None or len(call.body) <= bound.bytes_per_token * context_length:
@@ -310,7 +313,7 @@ def _can_fit(call: HarnessCall, model: ModelCodec, context_length: int) -> bool:
 
 
 async def _encode_ids(ids: TokenIds) -> bytes:
-    """As a JSON list without its brackets."""
+    """Encodes ids as a JSON list without its brackets."""
     return encode_ids_json(ids) if len(ids) <= _EVENT_LOOP_IDS else await asyncio.to_thread(encode_ids_json, ids)
 
 
@@ -340,7 +343,7 @@ def _add_to_history(history: TurnHistory, exchange: Exchange) -> None:
 
 
 def _drop_last_ids(text: bytes, count: int) -> bytes:
-    """Without the last so many numbers."""
+    """Removes the last `count` numbers of a JSON list."""
     for _ in range(count):
         text = text.rpartition(b",")[0]
     return text
@@ -349,7 +352,7 @@ def _drop_last_ids(text: bytes, count: int) -> bytes:
 async def parse_chunks(
     chunks: AsyncGenerator[Chunk, None], parser: ReplyParser, request: Request
 ) -> AsyncGenerator[Chunk, None]:
-    """Sampled ids, with what they say beside them."""
+    """Adds to each chunk of sampled ids the events that they spell."""
     translator = CallTranslator(request.tools)
     stops = StopStringFilter(request.sampling.stop)
     try:
@@ -357,9 +360,9 @@ async def parse_chunks(
             parsed_events: list[ReplyEvent] = []
             chunk.reasoning_tokens = 0
             for token_id in chunk.ids:
-                new = parser.feed((token_id,))
-                chunk.reasoning_tokens += any(isinstance(event, ReasoningDelta) for event in new)
-                parsed_events += new
+                token_events = parser.feed((token_id,))
+                chunk.reasoning_tokens += any(isinstance(event, ReasoningDelta) for event in token_events)
+                parsed_events += token_events
             events = translator.translate(parsed_events)
             if chunk.finish_reason is not None:
                 events += translator.translate(parser.finish()) + translator.flush()
@@ -372,47 +375,47 @@ async def parse_chunks(
 
 
 class StopStringFilter:
-    """Leaves out stop strings, for engines that hand out ids: the string that ended a reply is sampled, but not part of
-    what is said. Text that may be the beginning of one is held back until it is known not to be."""
+    """Removes stop strings from the text of engines that return ids: the string that ended a reply is sampled, but is
+    not part of the reply. Text that may begin a stop string is held back until the next text decides."""
 
     def __init__(self, stops: list[str]) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._held = ""
+        self._held_text = ""
 
     def feed(self, events: list[ReplyEvent]) -> list[ReplyEvent]:
         if not self._stops:
             return events
-        out: list[ReplyEvent] = []
+        filtered: list[ReplyEvent] = []
         for event in events:
             if isinstance(event, TextDelta):
-                self._held += event.text
-                sure = len(self._held) - self._undecided_length()
-                if sure:
-                    out.append(TextDelta(self._held[:sure]))
-                    self._held = self._held[sure:]
+                self._held_text += event.text
+                decided = len(self._held_text) - self._count_undecided_characters()
+                if decided:
+                    filtered.append(TextDelta(self._held_text[:decided]))
+                    self._held_text = self._held_text[decided:]
             else:
-                out += self._release()
-                out.append(event)
-        return out
+                filtered += self._release()
+                filtered.append(event)
+        return filtered
 
     def finish(self, stopped_by: str | None) -> list[ReplyEvent]:
-        """What was held, up to the string that ended the reply, if one did."""
-        if stopped_by and (at := self._held.find(stopped_by)) >= 0:
-            self._held = self._held[:at]
+        """Returns the text that was held back, up to the stop string that ended the reply, if one did."""
+        if stopped_by and (at := self._held_text.find(stopped_by)) >= 0:
+            self._held_text = self._held_text[:at]
         return self._release()
 
     def _release(self) -> list[ReplyEvent]:
-        held, self._held = self._held, ""
-        return [TextDelta(held)] if held else []
+        text, self._held_text = self._held_text, ""
+        return [TextDelta(text)] if text else []
 
-    def _undecided_length(self) -> int:
-        """How many characters at the end may belong to a stop string: whole ones, too, since the engine says which it
-        was."""
-        first = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if first:
-            return len(self._held) - min(first)
+    def _count_undecided_characters(self) -> int:
+        """Counts the characters at the end that may belong to a stop string. Complete stop strings count as well, since
+        the engine says which one ended the reply."""
+        starts = [at for stop in self._stops if (at := self._held_text.find(stop)) >= 0]
+        if starts:
+            return len(self._held_text) - min(starts)
         longest = max(map(len, self._stops)) - 1
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
+        for size in range(min(longest, len(self._held_text)), 0, -1):
+            if any(stop.startswith(self._held_text[-size:]) for stop in self._stops):
                 return size
         return 0

@@ -22,7 +22,7 @@ _MAX_MODELS = 8
 
 
 class OpenSession:
-    """What the gateway keeps in memory of a session that is running: little, since thousands may be idle."""
+    """A running session in the gateway's memory. It is small, since thousands may be idle."""
 
     __slots__ = (
         "_next_seq",
@@ -63,7 +63,7 @@ class OpenSession:
         return seq
 
     def add_model(self, name: str) -> None:
-        """The harness has used this name; the latest few are kept."""
+        """Notes a model name that the harness has used. Only the latest few are kept."""
         if name not in self.models:
             self.models = (*self.models[1 - _MAX_MODELS :], name)
 
@@ -84,7 +84,7 @@ class SessionRegistry:
         self._end_listeners: list[EndListener] = []
 
     def add_end_listener(self, listener: EndListener) -> None:
-        """Has `end` call `listener` with each session whose key has stopped working, and wait for it."""
+        """Makes `end` call and await `listener` for each session whose key has stopped working."""
         self._end_listeners.append(listener)
 
     async def create(
@@ -96,8 +96,8 @@ class SessionRegistry:
         meter: Meter | None = None,
         sampling: SamplingOverrides | None = None,
     ) -> tuple[Session, str]:
-        """A new session and its key, which is not to be had again. Raises ConfigError where the metadata give roles
-        that don't exist. `meter` holds it to what it may use, and `sampling` replaces what its harness asks for."""
+        """Creates a session. Returns it with its key, of which only the hash is kept. `meter` limits its use, and
+        `sampling` overrides what its harness asks for. Raises ConfigError if the metadata name unknown roles."""
         RoleOverrides.from_metadata(metadata)
         key = ids.new_session_key()
         session = Session(session_id or ids.new_session_id(), hash_key(key), time.time(), run, metadata)
@@ -106,7 +106,7 @@ class SessionRegistry:
         return session, key
 
     async def find_by_key(self, key: str) -> OpenSession | None:
-        """The open session that this key belongs to. Sessions from before a restart are found in the store."""
+        """Returns the key's open session. Sessions from before a restart are found in the store."""
         hashed = hash_key(key)
         open_session = self._sessions_by_key_hash.get(hashed)
         if open_session is not None:
@@ -115,15 +115,15 @@ class SessionRegistry:
             open_session = self._sessions_by_key_hash.get(hashed)  # another call may have got here first
             if open_session is not None:
                 return open_session
-            session = await self._store.session_by_key(hashed)
+            session = await self._store.find_session_by_key(hashed)
             if session is None or session.status != "open":
                 return None
-            opened = OpenSession(session, await self._store.next_seq(session.session_id))
+            opened = OpenSession(session, await self._store.read_next_seq(session.session_id))
             self._register(session, opened)
             return opened
 
     def _lock_key(self, hashed: bytes) -> asyncio.Lock:
-        """No session is taken in from the store while it is being ended there."""
+        """Returns the key's lock: a session is not loaded from the store while it is being ended there."""
         return self._locks.setdefault(hashed, asyncio.Lock())
 
     def _register(self, session: Session, opened: OpenSession) -> None:
@@ -131,10 +131,10 @@ class SessionRegistry:
         self._key_hashes[session.session_id] = session.key_hash
 
     async def end(self, session_id: str, verdict: Verdict | None = None) -> Session | None:
-        """Ends a session: its key stops working, and its calls are ended by who listens (`add_end_listener`)."""
+        """Ends a session: its key stops working, and the end listeners end its calls."""
         hashed = self._key_hashes.get(session_id)
         if hashed is None:
-            session = await self._store.session(session_id)
+            session = await self._store.find_session(session_id)
             if session is None:
                 return None
             hashed = session.key_hash

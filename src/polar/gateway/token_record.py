@@ -1,11 +1,11 @@
-"""What one model call turned out to be: collected chunk by chunk, and in the end an Exchange for the store.
+"""The record of one model call: collected chunk by chunk, and in the end an Exchange for the store.
 
     HarnessCall, PreparedPrompt, Chunks --> TokenRecord --> Reply (so far, or whole)
                                                 |
                                                 +--> Exchange, checked (`find_untrainable_reason`)
 
 A record has no clock and waits for nothing: the same chunks make the same Exchange. A call that fails a check is kept
-whole and marked with the reason; nothing is repaired.
+unchanged and marked with the reason; nothing is repaired.
 """
 
 import logging
@@ -45,7 +45,7 @@ class TokenRecord:
         self._logprobs_aligned = True  # every chunk's log-probabilities are those of its own tokens
         self._alternatives: list[TokenLogprob] = []
         self._prompt_ids: TokenIds | None = None
-        self._prompt_json: bytes | None = None  # until the end, when there is time to read it
+        self._prompt_json: bytes | None = None  # parsed at the end, when nobody waits for a token
         self._parts = PartsBuilder()
         self._tool_call_count = 0
         self._usage = Usage()
@@ -56,7 +56,7 @@ class TokenRecord:
         self._stop_sequence: str | None = None
 
     def set_prompt(self, rendered: PreparedPrompt) -> None:
-        """The prompt is ours: its ids are known before anything is sampled."""
+        """Sets a prompt that the gateway rendered, whose ids are known before anything is sampled."""
         self._rendered = rendered
         self._prompt_ids = rendered.prompt.ids
         self._usage.prompt = len(rendered.prompt.ids)
@@ -111,7 +111,7 @@ class TokenRecord:
         return self._usage if self._usage.prompt else None
 
     def build_reply(self) -> Reply:
-        """The turn as it stands."""
+        """Builds the reply from the chunks so far."""
         usage = self._usage
         if not usage.prompt and self._prompt_ids is not None:
             usage.prompt = len(self._prompt_ids)
@@ -132,7 +132,7 @@ class TokenRecord:
         )
 
     def parse_prompt_ids(self, parser: PromptIdParser) -> None:
-        """Reads the prompt's ids, where the engine gave them as JSON; what is no list of ids counts as none."""
+        """Parses the prompt's ids if the engine gave them as JSON. Invalid ones count as missing."""
         if self._prompt_json is not None and self._prompt_ids is None:
             try:
                 self._prompt_ids = parser.parse(self._started.session_id, self._prompt_json)
@@ -151,13 +151,14 @@ class TokenRecord:
         ended_at: float,
         wants_logprobs: bool,
     ) -> Exchange:
-        """`engine` is where the call ran last; `versions` are those of the sampled tokens, empty where unknown."""
+        """Builds the checked exchange. `engine` is where the call ran last; `versions` are those of the sampled tokens,
+        empty if unknown."""
         call, started, sampled = self._call, self._started, self.sampled
         reply = self.build_reply() if sampled or self._finish_reason else None
         logprobs = None
         if self._logprobs is not None:
-            with np.errstate(over="ignore"):  # what is too large for a float is infinite, which the checks see
-                logprobs = np.array(self._logprobs, dtype=np.float32)  # None becomes NaN, which they see, too
+            with np.errstate(over="ignore"):  # a value too large for a float becomes infinite, which the checks find
+                logprobs = np.array(self._logprobs, dtype=np.float32)  # None becomes NaN, which they find as well
         exchange = Exchange(
             exchange_id=self.exchange_id,
             session_id=started.session_id,
@@ -197,7 +198,7 @@ class TokenRecord:
 
 
 def _to_ids(sampled: list[int]) -> TokenIds | None:
-    """None where there are none, or where they are numbers that no token has."""
+    """Converts sampled ids to an array. Returns None if there are none, or if a number is no 32-bit id."""
     try:
         return np.frombuffer(array("i", sampled), dtype=np.int32) if sampled else None
     except OverflowError:
@@ -207,12 +208,12 @@ def _to_ids(sampled: list[int]) -> TokenIds | None:
 def find_untrainable_reason(
     exchange: Exchange, request: Request, *, tokens: int, aligned: bool, wants_logprobs: bool
 ) -> str | None:
-    """The reason why no token of this call may be trained on, or None. Machine-readable, one word.
+    """Returns why no token of this call may be trained on, as one machine-readable word, or None if they may.
 
-    `tokens` is how many ids the engine reported; `aligned`, whether each came together with its log-probability.
+    `tokens` is how many ids the engine reported; `aligned` says whether each came together with its log-probability.
     """
     sampled = exchange.sampled_ids
-    counted = exchange.usage.completion  # by the engine itself, where it does
+    counted = exchange.usage.completion  # as the engine counted them, if it did
     if exchange.reply is None:
         return "no_reply"
     if not tokens:
@@ -232,7 +233,7 @@ def find_untrainable_reason(
     if wants_logprobs and (reason := _find_logprob_fault(exchange, tokens, aligned)):
         return reason
     if exchange.logprob_kind != "processed":
-        # Masking changes the distribution that was sampled from; raw log-probabilities don't know of it.
+        # Masking changes the distribution that was sampled from; raw log-probabilities don't show it.
         if request.response_format.kind != "text":
             return "structured_output"
         if request.tool_choice.forces_call:

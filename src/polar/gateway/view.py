@@ -1,4 +1,4 @@
-"""An exchange as the control plane shows it (the contract's fields)."""
+"""Sessions and exchanges as the control plane shows them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from polar.types import Reply
 
 
 def session_to_dict(record: Session) -> dict[str, Any]:
-    """Everything but the key."""
+    """Converts a session, without its key's hash."""
     return {
         "session_id": record.session_id,
         "run": record.run,
@@ -42,7 +42,7 @@ def exchange_to_dict(record: Exchange, label: CallLabel) -> dict[str, Any]:
         "role": label.role,
         "status": record.status,
         "error": record.error,
-        "request": record.request_body(),
+        "request": record.build_request_body(),
         "params": record.params,
         "hints": record.hints,
         "reply": _encode_reply(record),
@@ -52,7 +52,7 @@ def exchange_to_dict(record: Exchange, label: CallLabel) -> dict[str, Any]:
         "logprob_kind": record.logprob_kind,
         "delivered": record.delivered,
         "sampling": record.sampling,
-        "policy_versions": _versions_by_token(record),
+        "policy_versions": _expand_versions(record),
         "mixed_kv": len({span.version for span in record.versions}) > 1,  # context computed under older weights
         "routed_experts": record.routed_experts,
         "finish_reason": record.finish_reason,
@@ -69,18 +69,18 @@ def exchange_to_dict(record: Exchange, label: CallLabel) -> dict[str, Any]:
 
 
 def _to_list(values: Any) -> list[Any] | None:
-    """JSON has no NaN and no infinity: such log-probabilities are encoded as null."""
+    """Converts an array. NaN and infinite log-probabilities become null in JSON."""
     return None if values is None else values.tolist()
 
 
-def _versions_by_token(record: Exchange) -> list[int] | None:
+def _expand_versions(record: Exchange) -> list[int] | None:
     if record.sampled_ids is None or not record.versions:
         return None
     return [span.version for span in record.versions for _ in range(span.stop - span.start)]
 
 
 def _encode_reply(record: Exchange) -> Raw | Reply | None:
-    """As the harness would have got it whole; the canonical form where its dialect can't say it."""
+    """Encodes the reply as the harness would get it without streaming, or in canonical form if the dialect can't."""
     if record.reply is None:
         return None
     dialect = load("dialects", record.dialect)()

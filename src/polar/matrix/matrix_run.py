@@ -24,7 +24,7 @@ from polar.matrix.results import Matrix, ModelSessions, make_cell
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.node.node import NodeLoad
-from polar.records.sample import with_task_key
+from polar.records.sample import add_task_key
 from polar.records.task import TaskRequest
 from polar.tasks import read_sources
 from polar.tasks.overrides import Overrides
@@ -172,4 +172,4 @@ def _make_matrix_task(task: TaskRequest, source: str, harness: str, settings: Ma
     if request.suspicious == "exclude":
         changes["suspicious"] = "zero"
     request = request.model_copy(update={"task_id": f"{harness}/{task.task_id}", **changes})
-    return _MatrixTask(harness, task.task_id, with_task_key(request, source))
+    return _MatrixTask(harness, task.task_id, add_task_key(request, source))

@@ -39,7 +39,7 @@ class ModelSessions(Struct):
         store = open_store(f"sqlite:{data / 'polar.db'}")
         try:
             last: str | None = None
-            while page := await store.sessions(limit=_PAGE_SIZE, before=last):
+            while page := await store.list_sessions(limit=_PAGE_SIZE, before=last):
                 last = page[-1].session_id
                 for session in page:
                     if (sample := sample_key(session)) is None:
@@ -48,7 +48,7 @@ class ModelSessions(Struct):
                     if verdict is not None and verdict.reward is not None:
                         if sample in seen.graded:  # of two, the newer one counts, as where a collection resumes
                             continue
-                        used = await store.usage_totals(session.session_id)
+                        used = await store.read_usage_totals(session.session_id)
                         seen.graded[sample] = GradedSession(verdict.reward, used.sampled)
                     elif session.reason is not None:
                         seen.failed.setdefault(sample, []).append(session.reason)

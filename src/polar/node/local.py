@@ -162,9 +162,9 @@ class LocalRollout:
     async def build_result(self, plan: TaskPlan, finished: FinishedSession) -> dict[str, Any]:
         """The session as trainers read it (records.result.SessionResult); held back where it fails the check."""
         store = self.plane.store
-        session = await store.session(finished.session_id)
+        session = await store.find_session(finished.session_id)
         assert session is not None
-        exchanges = [exchange async for exchange in store.exchanges(finished.session_id)]
+        exchanges = [exchange async for exchange in store.read_exchanges(finished.session_id)]
 
         return await asyncio.to_thread(
             build_session_result,

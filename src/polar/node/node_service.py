@@ -81,6 +81,6 @@ async def serve_node(
         plane = await stack.enter_async_context(DataPlane(settings, data, engines=False))
         node = await stack.enter_async_context(make_node(plane))
         keep_alive = stack.enter_context(KeepAlive(lambda: RemoteServer(server_url, token)))
-        store_id = await plane.store.store_id()
+        store_id = await plane.store.ensure_store_id()
         worker = await make_worker(server, plane, node, name=name, store_id=store_id, keep_alive=keep_alive)
         await worker.run(stop, drain)

@@ -393,7 +393,7 @@ class SessionRun:
         runtime, task = self._runtime, self.plan.task
         assert runtime is not None
         await self._keep_logs(runtime)
-        exchanges = [exchange async for exchange in self._context.store.exchanges(self.session_id)]
+        exchanges = [exchange async for exchange in self._context.store.read_exchanges(self.session_id)]
         self._versions = _version_range(exchanges)
         calls = await asyncio.to_thread(find_main_calls, self._session, exchanges)
         last = calls[-1] if calls else None

@@ -87,7 +87,7 @@ class Exchange(Struct):
     malformed: bool = False  # something looked like a tool call and did not parse: it went on as text
     checksum: bytes | None = None  # of the tokens and numbers, as the store took them in
 
-    def request_body(self) -> dict[str, Raw | list[Raw]]:
+    def build_request_body(self) -> dict[str, Raw | list[Raw]]:
         """The harness's request body, field by field."""
         body: dict[str, Raw | list[Raw]] = dict(self.raw_request.fields)
         if self.raw_request.items or self.raw_request.list_name not in body:

@@ -21,9 +21,6 @@ ResultUnit = Literal["session", "group"]
 SuspiciousFilter = Literal["keep", "only", "exclude"]
 """Of results: all of them, only sessions with proven evidence of tampering, or all but those."""
 
-PauseMode = Literal["freeze", "hold", "drain", "sleep"]
-"""What becomes of calls that run when generation is paused."""
-
 
 class ResultModel(BaseModel):
     """A part of a result. Fields that only a newer server knows are kept as they come."""

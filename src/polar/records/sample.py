@@ -23,7 +23,7 @@ _EXECUTION_FIELDS = {
 SampleKey = tuple[str, int]
 
 
-def with_task_key(task: TaskRequest, source: str) -> TaskRequest:
+def add_task_key(task: TaskRequest, source: str) -> TaskRequest:
     """The task, whose sessions say in their metadata which one it was, and where it is from."""
     asked = task.model_dump(mode="json", exclude=_EXECUTION_FIELDS)
     key = hashlib.blake2b(msgspec.json.encode(asked, order="deterministic"), digest_size=12).hexdigest()

@@ -366,7 +366,7 @@ class TaskRequest(RequestModel):
     )
 
     @model_validator(mode="after")
-    def _with_defaults(self) -> "TaskRequest":
+    def _apply_defaults(self) -> "TaskRequest":
         self._set_defaults()
         return self
 

@@ -11,11 +11,11 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.records.exchange import Logprobs
+from polar.records.exchange import Logprobs, TokenIds
 from polar.records.experts import Experts
 from polar.records.spans import ExchangeRole, ExcludedSpan, Span, TokenCounts
 
-Ids = NDArray[np.int32]
+PolicyVersions = NDArray[np.int32]
 Mask = NDArray[np.uint8]
 
 NO_VERSION = -1
@@ -43,10 +43,10 @@ class TokenPath(Struct):
     session_id: str
     exchange_id: str
     seq: int
-    prompt: Ids
-    sampled: Ids
+    prompt: TokenIds
+    sampled: TokenIds
     logprobs: Logprobs | None  # as long as `sampled`; None where the trainer recomputes them, or nothing trains
-    versions: Ids | None  # likewise, one policy version per sampled token
+    versions: PolicyVersions | None  # likewise, one policy version per sampled token
     num_trainable: int  # how many of the first sampled tokens train
     excluded: list[ExcludedSpan] = field(default_factory=list)
     role: ExchangeRole = "main"
@@ -79,11 +79,11 @@ class Trace(Struct):
     trains, and elsewhere the log-probability is 0 and the version NO_VERSION."""
 
     session_id: str
-    prompt_ids: Ids
-    response_ids: Ids
+    prompt_ids: TokenIds
+    response_ids: TokenIds
     loss_mask: Mask
     logprobs: Logprobs | None  # None where the engine gave none and the trainer recomputes them
-    policy_versions: Ids
+    policy_versions: PolicyVersions
     weight: float  # its trainable tokens / the session's
     exchange_ids: list[str]  # whose sampled tokens train here, in order
     spans: list[Span]
@@ -121,7 +121,7 @@ class Term(Struct):
     stop: int
     offset: int  # of the first one in the exchange's sampled tokens
     logprobs: Logprobs | None
-    policy_versions: Ids
+    policy_versions: PolicyVersions
     weight: float  # tokens / the session's trainable tokens
     scale: float | None = None  # what divides the logits whose log-probabilities these are; None where nobody can say
 
@@ -139,7 +139,7 @@ class TreeTrajectory(Struct):
     `ids[starts[i]:starts[i + 1]]`, at depth `depths[i]` (of its first token), below node `parents[i]` (-1 for a root).
     A parent stands before its children."""
 
-    ids: Ids
+    ids: TokenIds
     starts: NDArray[np.int64]
     parents: NDArray[np.int32]
     depths: NDArray[np.int64]

@@ -1,15 +1,15 @@
 """Rendered text to token ids, so that text from messages can never become control tokens.
 
-A template writes control tokens as text, and so may anybody who writes a message. They are told apart before rendering:
-where content spells a control token, `guard` breaks the spelling with a mark that no text has. After rendering,
-whatever still spells a control token is the template's own; the spans in between are encoded as plain text. What is
-joined to one text must be guarded as one text: two halves of a spelling are harmless only apart.
+A template writes control tokens as text, and anybody who writes a message can do so, too. The two are told apart before
+rendering: where content spells a control token, `guard` breaks the spelling with a mark that no text has. After
+rendering, every remaining spelling is the template's own; the spans in between are encoded as plain text. Texts that
+are joined must be guarded as one text: two halves of a spelling are harmless only apart.
 
     content -> guard -> template -> rendered text -> split at control tokens -> ids
 
 Invariant: for content without such spellings the ids are those of the tokenizer itself. A span is encoded once and
-remembered, so a conversation costs only what is new in it. `new_text_limit` bounds how much new text a block of code
-may guard and encode, for callers that must not be kept busy.
+cached, so a conversation costs only its new text. `limit_new_text` bounds how much new text a block of code may guard
+and encode, for callers that must not be kept busy.
 """
 
 import re
@@ -26,31 +26,32 @@ import numpy as np
 import tokenizers
 
 from polar.errors import PolarError
+from polar.records.exchange import TokenIds
 from polar.rendering.memo import Memo
-from polar.rendering.tokenizer import TokenIds, Tokenizer, encode_ids
+from polar.rendering.tokenizer import Tokenizer, encode_ids
 
 _GUARD_CACHE_BYTES = _SPAN_CACHE_BYTES = 64 * 1024 * 1024
-"""For texts with their guarded form, and for spans of rendered text with their ids."""
+"""Sizes of the caches of guarded texts, and of spans of rendered text with their ids."""
 
 _FIRST_SPAN_CACHE_BYTES = 8 * 1024 * 1024
-"""For spans that begin a prompt, with their ids."""
+"""Size of the cache of spans that begin a prompt, with their ids."""
 
 _SCAN_PIECE_CHARACTERS = 32 * 1024
-"""Characters of a piece that is encoded by itself, only to see how many tokens it has."""
+"""Size of the pieces that are encoded only to count a text's tokens."""
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-"""Of an added token in tokenizer.json, besides its id."""
+"""Fields of an added token in tokenizer.json besides its id."""
 
 _MAX_SET_LOOKUP_IDS = 1024
-"""Ids up to which a Python set is the quickest way to find one among them."""
+"""Up to so many ids, a Python set finds a control token faster than numpy."""
 
 BREAK_PLACEHOLDER, TURN_PLACEHOLDER = "\x00", "\x01"
-"""How digests of rendered text (continuation.py) write a break, and the place of a turn. Content that has these
-characters is broken there too, so that it never looks like either."""
+"""Stand for a break and for a turn in digests of rendered text (continuation.py). Content with these characters is
+broken as well, so that it is never mistaken for either."""
 
 SPELLING_BREAK = f"`{secrets.token_hex(8)}`"
-"""Stands within a spelling that is only text. Random, so that nobody can write it; made of characters that no JSON or
-HTML escapes, and with edges that no control token has."""
+"""Stands within a spelling that is only text. It is random, so that nobody can write it, has only characters that JSON
+and HTML leave alone, and edges that no control token has."""
 
 
 NFC_SHRINKAGE = 3
@@ -61,22 +62,22 @@ _NORMALIZERS_TO_NFC = frozenset(("NFC", "NFD"))
 
 
 class NewTextLimitExceeded(PolarError):
-    """A prompt has more new text than the caller wanted to spend time on."""
+    """A prompt has more new text than the caller allows."""
 
 
 class _Allowance:
-    def __init__(self, left: int) -> None:
-        self.remaining_bytes = left  # bytes
+    def __init__(self, remaining_bytes: int) -> None:
+        self.remaining_bytes = remaining_bytes
 
 
 _allowance: ContextVar[_Allowance | None] = ContextVar("new_text_allowance", default=None)
 
 
 @contextmanager
-def new_text_limit(size: int) -> Iterator[None]:
-    """Within, guarding and encoding raises NewTextLimitExceeded once more than `size` bytes of text had to be
-    processed anew. Text that is both guarded and encoded counts twice."""
-    token = _allowance.set(_Allowance(size))
+def limit_new_text(max_bytes: int) -> Iterator[None]:
+    """Makes guarding and encoding raise NewTextLimitExceeded once more than `max_bytes` of text were not cached. Text
+    that is both guarded and encoded counts twice."""
+    token = _allowance.set(_Allowance(max_bytes))
     try:
         yield
     finally:
@@ -97,12 +98,12 @@ def count_utf8_bytes(text: str) -> int:
 
 class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
-        plain = _plain_text_encoder(tokenizer)
+        plain = _build_plain_text_encoder(tokenizer)
         self._plain, self._anchor = plain.backend, plain.anchor
         self.text_bound = plain.text_bound
         self.fingerprint = plain.fingerprint
-        """Of the tokenizer: ids mean something only with the one that they are from."""
-        self.control_tokens = _control_tokens(tokenizer)
+        """Identifies the tokenizer: ids have a meaning only with the tokenizer that made them."""
+        self.control_tokens = _collect_control_tokens(tokenizer)
         """Ids of the control tokens by their text."""
         self._pattern = re.compile(_build_pattern(self.control_tokens))
         self._splitter = re.compile(f"({self._pattern.pattern})")
@@ -129,11 +130,11 @@ class PromptEncoder:
         self._span_memo: Memo[str, TokenIds] = Memo(self._encode_span, _SPAN_CACHE_BYTES, charge=_charge_new_text)
 
     def guard(self, text: str) -> str:
-        """Content as it may go into a template."""
+        """Returns content with its spellings of control tokens broken, as it may go into a template."""
         return self._guard_memo(text)
 
     def encode(self, text: str, *, first: bool = True) -> TokenIds:
-        """The ids of rendered text; `first` where it begins the prompt."""
+        """Encodes rendered text; `first` says that it begins the prompt."""
         pieces: list[TokenIds] = []
         for control, span in self._split(text):
             if control is not None:
@@ -143,8 +144,8 @@ class PromptEncoder:
         return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
 
     def exceeds_tokens(self, text: str, tokens: int) -> bool:
-        """Whether a text has more tokens by far, found by encoding pieces of it until there are more than twice as
-        many: a cut between two pieces adds a few tokens at most. False says nothing."""
+        """Whether a text certainly has more tokens. Encodes it piece by piece until there are more than twice as many,
+        since a cut between two pieces adds a few tokens. False proves nothing."""
         count = 0
         for start in range(0, len(text), _SCAN_PIECE_CHARACTERS):
             piece = text[start : start + _SCAN_PIECE_CHARACTERS].replace(SPELLING_BREAK, "")
@@ -160,28 +161,24 @@ class PromptEncoder:
         return self._pattern.finditer(text, start)
 
     def _break_spellings(self, text: str) -> str:
-        # A template may complete a spelling: '<function=' + name + '>'. It may trim the text before it does: breaks
-        # stand within the white space at the edges, so that trimming comes to the same as without them.
+        # A template may complete a spelling: '<function=' + name + '>'. It may trim the text first, so breaks stand
+        # within the white space at the edges: trimming then has the same effect as without them.
         core = text.strip() if self._controls_are_trimmed else text
-        before, _, behind = text.partition(core) if core else (text, "", "")
-        near = range(1, self._longest)
-        start = (
-            SPELLING_BREAK if any(each[:cut] in self._control_suffixes for each in (text, core) for cut in near) else ""
-        )
-        end = (
-            SPELLING_BREAK
-            if any(each[-cut:] in self._control_prefixes for each in (text, core) for cut in near)
-            else ""
-        )
+        leading, _, trailing = text.partition(core) if core else (text, "", "")
+        lengths = range(1, self._longest)
+        completes_start = any(edge[:length] in self._control_suffixes for edge in (text, core) for length in lengths)
+        completes_end = any(edge[-length:] in self._control_prefixes for edge in (text, core) for length in lengths)
+        start = SPELLING_BREAK if completes_start else ""
+        end = SPELLING_BREAK if completes_end else ""
         if self._pattern.search(core) is not None or BREAK_PLACEHOLDER in core or TURN_PLACEHOLDER in core:
-            core = self._breakable_pattern.sub(lambda found: found.group() + SPELLING_BREAK, core)
+            core = self._breakable_pattern.sub(lambda match: match.group() + SPELLING_BREAK, core)
         if not start and core.strip() and any(core.strip() in token for token in self.control_tokens):
             start = SPELLING_BREAK  # ... on both sides: '<|' + name + '|>'
-        guarded = before + start + core + end + behind
-        return text if guarded == text else guarded  # nearly always: one object instead of two
+        guarded = leading + start + core + end + trailing
+        return text if guarded == text else guarded  # mostly equal: keep one object instead of two
 
     def _split(self, text: str) -> Iterator[tuple[str | None, str]]:
-        """Control tokens and the plain spans between them, in order."""
+        """Yields control tokens and the plain spans between them, in order."""
         pieces = self._splitter.split(text)
         strip_left = False
         for index, piece in enumerate(pieces):
@@ -189,7 +186,7 @@ class PromptEncoder:
                 yield piece, ""
                 strip_left = self._flags.get(piece, (False, False))[1]
             else:
-                if strip_left:  # such a token takes the white space behind it
+                if strip_left:  # the token before swallows the white space behind it
                     piece = piece.lstrip()
                 if index + 1 < len(pieces) and self._flags.get(pieces[index + 1], (False, False))[0]:
                     piece = piece.rstrip()
@@ -206,11 +203,11 @@ class PromptEncoder:
         ids = encode_ids(self._plain, f"{self._anchor}{text}")[1:] if anchored else encode_ids(self._plain, text)
         array = np.asarray(ids, np.int32)
         if self._has_control(array) and (spelling := self._pattern.search(text)):
-            # A vocabulary that has the control token's text as an ordinary piece: cut the spelling in two.
+            # The vocabulary has the control token's text as an ordinary piece: cut the spelling in two.
             at = spelling.start() + 1
-            behind = self._encode_checked(text[at:], anchored=self._anchor is not None)
-            return np.concatenate([self._encode_checked(text[:at], anchored=anchored), behind])
-        array.flags.writeable = False  # shared by all who ask
+            second_half = self._encode_checked(text[at:], anchored=self._anchor is not None)
+            return np.concatenate([self._encode_checked(text[:at], anchored=anchored), second_half])
+        array.flags.writeable = False  # the cache shares it
         return array
 
     def _has_control(self, ids: TokenIds) -> bool:
@@ -219,9 +216,9 @@ class PromptEncoder:
         return not set(ids.tolist()).isdisjoint(self.control_tokens.values())
 
 
-def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Special tokens, and added ones that the template writes (`<think>`, `<tool_call>`). Others, such as runs of
-    spaces and single characters, are ways to write text."""
+def _collect_control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Collects special tokens and the added tokens that the template writes (`<think>`, `<tool_call>`). Other added
+    tokens, such as runs of spaces and single characters, are ordinary text."""
     source = tokenizer.template_source
     return {
         token.content: id
@@ -231,8 +228,8 @@ def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _build_pattern(words: Iterable[str]) -> str:
-    """A pattern that matches the longest of the words at a position. It branches by character, so that its cost does
-    not grow with the number of words: some models have hundreds of control tokens that begin alike."""
+    """Builds a pattern that matches the longest of the words at a position. It branches by character, so that its cost
+    does not grow with the number of words: some models have hundreds of control tokens that begin alike."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree
@@ -243,7 +240,7 @@ def _build_pattern(words: Iterable[str]) -> str:
 
 
 def _build_branches(node: dict[str, Any]) -> str:
-    options = [re.escape(character) + _build_branches(behind) for character, behind in node.items() if character]
+    options = [re.escape(character) + _build_branches(child) for character, child in node.items() if character]
     if not options:
         return ""
     pattern = options[0] if len(options) == 1 and "" not in node else f"(?:{'|'.join(options)})"
@@ -251,7 +248,7 @@ def _build_branches(node: dict[str, Any]) -> str:
 
 
 def _replace_surrogates(text: str) -> str:
-    """JSON can spell half a character (a lone surrogate), which no tokenizer takes: it is shown as undecodable."""
+    """Replaces lone surrogates, which JSON can spell and no tokenizer takes, by the replacement character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -260,47 +257,48 @@ def _replace_surrogates(text: str) -> str:
 
 
 class TextBound:
-    """How long a text can be and still fit a context of so many tokens: what can't fit is refused before it is encoded.
+    """Bounds how long a text can be to fit a context of so many tokens: a longer one is refused before it is encoded.
 
-    A token stands for at most as many bytes of text as the vocabulary's longest entry has. That holds where every byte
-    of a text ends up in some token, so it depends on how the tokenizer normalises and cuts text. For one that may drop
-    text, or that fuses unknown characters, there is no such bound. `data` is the contents of a tokenizer.json."""
+    A token stands for at most as many bytes of text as the vocabulary's longest entry has. That holds if every byte of
+    a text ends up in some token, so it depends on how the tokenizer normalises and splits text. A tokenizer that drops
+    text or fuses unknown characters has no such bound. `data` is the content of a tokenizer.json."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         strips = any(token["lstrip"] or token["rstrip"] for token in data["added_tokens"])
-        covers = _covers_all(data) and not strips
-        self.bytes_per_token = _longest_entry(data) if covers else None
-        """None where a token may stand for any amount of text."""
+        covers = _covers_all_bytes(data) and not strips
+        self.bytes_per_token = _measure_longest_entry(data) if covers else None
+        """None if a token may stand for any amount of text."""
 
     def can_fit(self, texts: list[str], tokens: int) -> bool:
-        """Whether these texts may encode to so few tokens. False is certain; True is not."""
+        """Whether these texts may fit into `tokens` tokens. Only False is certain."""
         if self.bytes_per_token is None:
             return True
-        most = tokens * self.bytes_per_token
+        max_bytes = tokens * self.bytes_per_token
         size = 0
         for text in texts:
-            size += len(text) if text.isascii() else _least_bytes(text)
-            if size > most:
+            size += len(text) if text.isascii() else _count_min_bytes(text)
+            if size > max_bytes:
                 return False
         return True
 
 
-def _least_bytes(text: str) -> int:
-    """Bytes of a text that are certainly left when it has been normalised."""
+def _count_min_bytes(text: str) -> int:
+    """Counts the bytes of a text that certainly remain when it is normalised."""
     total = len(text.encode("utf-8", "replace"))
     ascii_bytes = len(text.encode("ascii", "ignore"))
     return ascii_bytes + (total - ascii_bytes) // NFC_SHRINKAGE
 
 
-def _longest_entry(data: dict[str, Any]) -> int:
-    """In bytes of text. A byte-level vocabulary writes each byte as one character; other ones write text."""
+def _measure_longest_entry(data: dict[str, Any]) -> int:
+    """Returns the length of the vocabulary's longest entry in bytes of text. A byte-level vocabulary writes each byte
+    as one character; others write text."""
     by_bytes = _is_byte_level(data)
     entries = (len(entry) if by_bytes else len(entry.encode()) for entry in data["model"]["vocab"])
     added = (len(token["content"].encode()) for token in data["added_tokens"])
     return max((*entries, *added), default=1)
 
 
-def _covers_all(data: dict[str, Any]) -> bool:
+def _covers_all_bytes(data: dict[str, Any]) -> bool:
     model = data["model"]
     return (
         model["type"] == "BPE"
@@ -322,12 +320,12 @@ def _flatten_steps(step: dict[str, Any] | None, members: str) -> list[dict[str, 
     if step is None:
         return []
     if step["type"] == "Sequence":
-        return [inner for one in step[members] for inner in _flatten_steps(one, members)]
+        return [inner for member in step[members] for inner in _flatten_steps(member, members)]
     return [step]
 
 
 def _keeps_text(normalizer: dict[str, Any]) -> bool:
-    """Whether a normalizer shortens text no further than NFC does."""
+    """Whether a normalizer shortens text no more than NFC does."""
     kind = normalizer["type"]
     if kind == "Replace":
         replaced = normalizer["pattern"].get("String")
@@ -346,38 +344,40 @@ class _PlainTextEncoder(NamedTuple):
 
     backend: tokenizers.Tokenizer
     anchor: str | None
-    """Goes before a span where one is needed: some tokenizers treat the beginning of a text apart, which a span in the
-    middle isn't."""
+    """Text put before a span so that it is not encoded as a beginning; None if the tokenizer treats beginnings as any
+    other text."""
     text_bound: TextBound
     fingerprint: bytes
 
 
 @lru_cache(8)
-def _plain_text_encoder(tokenizer: Tokenizer) -> _PlainTextEncoder:
-    """Takes up to two seconds, for a large vocabulary."""
+def _build_plain_text_encoder(tokenizer: Tokenizer) -> _PlainTextEncoder:
+    """Builds the tokenizer without control tokens. This takes up to two seconds for a large vocabulary."""
     definition = tokenizer.backend.to_str().encode()
     data = msgspec.json.decode(definition)
-    control = _control_tokens(tokenizer)
-    kept = [token for token in data["added_tokens"] if token["content"] not in control]
+    control = _collect_control_tokens(tokenizer)
+    plain_tokens = [token for token in data["added_tokens"] if token["content"] not in control]
     plain = tokenizers.Tokenizer.from_buffer(msgspec.json.encode({**data, "added_tokens": [], "post_processor": None}))
-    if _would_keep_ids(plain, kept):  # better no such tokens than ones with other ids
-        plain.add_tokens([tokenizers.AddedToken(**{name: token[name] for name in _TOKEN_FIELDS}) for token in kept])
+    if _would_keep_ids(plain, plain_tokens):  # better no such tokens than ones with other ids
+        plain.add_tokens(
+            [tokenizers.AddedToken(**{name: token[name] for name in _TOKEN_FIELDS}) for token in plain_tokens]
+        )
     anchor = f"\ue002{secrets.token_hex(8)}\ue003"
     plain.add_tokens([tokenizers.AddedToken(anchor, normalized=False)])
     text = "a b"
-    same = encode_ids(plain, anchor + text)[1:] == encode_ids(plain, text)
+    needs_no_anchor = encode_ids(plain, anchor + text)[1:] == encode_ids(plain, text)
     fingerprint = blake2b(definition, digest_size=16).digest()
-    return _PlainTextEncoder(plain, None if same else anchor, TextBound(data), fingerprint)
+    return _PlainTextEncoder(plain, None if needs_no_anchor else anchor, TextBound(data), fingerprint)
 
 
 def _would_keep_ids(plain: tokenizers.Tokenizer, tokens: list[dict[str, Any]]) -> bool:
-    """Whether these tokens would get the ids that they have: a tokenizer numbers new ones from the end of its
-    vocabulary."""
-    following = plain.get_vocab_size()
+    """Whether these tokens would get their own ids if they were added: a tokenizer numbers new tokens from the end of
+    its vocabulary."""
+    next_id = plain.get_vocab_size()
     for token in tokens:
-        given = plain.token_to_id(token["content"])
-        if given is None:
-            given, following = following, following + 1
-        if given != token["id"]:
+        assigned_id = plain.token_to_id(token["content"])
+        if assigned_id is None:
+            assigned_id, next_id = next_id, next_id + 1
+        if assigned_id != token["id"]:
             return False
     return True

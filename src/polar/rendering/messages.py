@@ -1,7 +1,7 @@
-"""Canonical messages as a chat template takes them: OpenAI's shape, as plain data.
+"""Canonical messages in the form that chat templates take: OpenAI's shape, as plain data.
 
-What a template can't take has a fallback, found out by probes when the model's folder is read (`find_traits`), and used
-for every request alike, so that a conversation is always rendered in the same way:
+Content that a template can't take has a fallback. Probes find out which ones a template needs when the model's folder
+is read (`find_traits`); every request uses the same ones, so that a conversation is always rendered in the same way:
 
     system messages it refuses          user messages
     system messages behind the first    joined to it where they follow it at once, else user messages
@@ -11,9 +11,9 @@ for every request alike, so that a conversation is always rendered in the same w
     calls' arguments as mappings        as JSON text
     arguments that are no object        an object with one member, `arguments`
 
-What no fallback can express is refused with what the template said.
+A request that no fallback can express is refused with the template's message.
 
-Everything that a harness wrote is guarded (encoder.py), as whole as it will stand in the prompt.
+All text from the harness is guarded (encoder.py), in the pieces in which it will stand in the prompt.
 """
 
 import json
@@ -29,20 +29,20 @@ from polar.types import Media, Message, Part, Reasoning, Text, Tool, ToolCall, T
 
 Guard = Callable[[str], str]
 MakeCallId = Callable[[str, int], str]
-"""A call's id as the model itself writes it, from its name and its number in the conversation."""
+"""Makes a call's id as the model itself writes it, from the call's name and its number in the conversation."""
 
 _SPEC_CACHE_BYTES = 32 * 1024 * 1024
-"""For tools as templates take them."""
+"""Size of the cache of tools in the form that templates take."""
 
 _BYTES_PER_JSON_BYTE = 10
-"""What a byte of a tool's schema takes: in the key, as objects, and as JSON again."""
+"""Memory for each byte of a tool's schema: in the key, as objects, and as JSON again."""
 
 
 class TemplateTraits(Struct, frozen=True):
-    """What a template can take."""
+    """What a template supports."""
 
     supports_system: bool = True  # a system message at the beginning
-    supports_late_system: bool = True  # and elsewhere
+    supports_late_system: bool = True  # system messages elsewhere
     supports_repeated_roles: bool = True  # two messages of one role in a row
     supports_tools: bool = True
     supports_parallel_calls: bool = True
@@ -66,10 +66,10 @@ _PROBE_TOOL = ToolSpec(
 
 
 def find_traits(template: ChatTemplate, make_call_id: MakeCallId) -> TemplateTraits:
-    """What a template can take: found out by rendering small conversations, once, when a model's folder is read."""
+    """Finds out what a template supports by rendering small conversations."""
 
-    def shows(messages: Sequence[ChatMessage], *words: str, tools: bool = False, mapped: bool = True) -> bool:
-        """Whether it renders, with all of these words in this order."""
+    def renders_words(messages: Sequence[ChatMessage], *words: str, tools: bool = False, mapped: bool = True) -> bool:
+        """Whether the template renders the messages, with all of these words in this order."""
         try:
             text = template.render(messages, [_PROBE_TOOL] if tools else None, map_arguments=mapped)
         except TemplateError:
@@ -82,34 +82,35 @@ def find_traits(template: ChatTemplate, make_call_id: MakeCallId) -> TemplateTra
             at += len(word)
         return True
 
-    def calls(count: int, arguments: str = '{"polarkey": "polarvalue"}') -> list[ChatMessage]:
+    def make_calls(count: int, arguments: str = '{"polarkey": "polarvalue"}') -> list[ChatMessage]:
         return [
             _PROBE_USER,
             _make_calls_message(make_call_id, count, arguments),
             *(_make_result_message(make_call_id, number) for number in range(count)),
         ]
 
-    mapped = shows(calls(1), "polarkey", "polarresult0", tools=True)
-    by_text = not mapped and shows(calls(1), "polarkey", "polarresult0", tools=True, mapped=False)
-    tools = shows([_PROBE_USER], "polarfunction", tools=True) and (mapped or by_text)
+    mapped = renders_words(make_calls(1), "polarkey", "polarresult0", tools=True)
+    by_text = not mapped and renders_words(make_calls(1), "polarkey", "polarresult0", tools=True, mapped=False)
+    tools = renders_words([_PROBE_USER], "polarfunction", tools=True) and (mapped or by_text)
 
-    def always(messages: Sequence[ChatMessage], *words: str) -> bool:
-        """With tools and without, which may be two templates."""
-        return shows(messages, *words) and (not tools or shows(messages, *words, tools=True))
+    def always_renders(messages: Sequence[ChatMessage], *words: str) -> bool:
+        """Whether the words are rendered with tools and without, which may be two templates."""
+        return renders_words(messages, *words) and (not tools or renders_words(messages, *words, tools=True))
 
     return TemplateTraits(
-        supports_system=always([_PROBE_SYSTEM, _PROBE_USER], "polarsystem", "polarquestion"),
-        supports_late_system=always(
+        supports_system=always_renders([_PROBE_SYSTEM, _PROBE_USER], "polarsystem", "polarquestion"),
+        supports_late_system=always_renders(
             [_PROBE_USER, _PROBE_REPLY, _PROBE_SYSTEM, _PROBE_USER], "polaranswer", "polarsystem"
         ),
-        supports_repeated_roles=always(
+        supports_repeated_roles=always_renders(
             [_PROBE_USER, {"role": "user", "content": "polaragain"}], "polarquestion", "polaragain"
         ),
         supports_tools=tools,
         supports_parallel_calls=not tools
-        or shows(calls(2), "polarkey", "polarkey", "polarresult1", tools=True, mapped=mapped),
+        or renders_words(make_calls(2), "polarkey", "polarkey", "polarresult1", tools=True, mapped=mapped),
         maps_arguments=mapped or not by_text,
-        supports_text_arguments=not tools or shows(calls(1, "polartext"), "polartext", "polarresult0", tools=True),
+        supports_text_arguments=not tools
+        or renders_words(make_calls(1, "polartext"), "polartext", "polarresult0", tools=True),
     )
 
 
@@ -131,7 +132,7 @@ def _make_result_message(make_call_id: MakeCallId, number: int) -> ChatMessage:
 
 
 class ModelTurn(Struct):
-    """A model's turn in a conversation: the message in it, or the neighbours that together are one reply."""
+    """A model's turn in a conversation: one message, or several in a row that together are one reply."""
 
     reasoning: str
     text: str
@@ -149,7 +150,7 @@ Item = ModelTurn | ContextMessage
 
 
 class Conversation(Struct):
-    """A request's messages, ready to be rendered with each of the model's turns as it is, or as something else."""
+    """A request's messages, ready to be rendered, with the model's turns apart so that marks can replace them."""
 
     items: list[Item]
     tools: list[ToolSpec] | None
@@ -171,21 +172,21 @@ def build_conversation(
     find_written_id: Callable[[str], str | None],
     belong_together: Callable[[Message, Message], bool],
 ) -> Conversation:
-    """`find_written_id` gives a call's id as the model wrote it, where it did; `belong_together` says whether two
-    assistant messages in a row are parts of one reply."""
+    """Builds a conversation, with the template's fallbacks applied. `find_written_id` returns a call's id as the model
+    wrote it, if it wrote one; `belong_together` says whether two assistant messages in a row are one reply."""
     items: list[Item] = []
     names: dict[str, tuple[str, str]] = {}  # by the harness's id of a call: its id in the prompt, and its name
     shown: list[str] = []  # the ids of all calls in the prompt, in order
     last_assistant: Message | None = None
     for message in messages:
         if message.role == "assistant":
-            before = items[-1] if items else None
+            previous = items[-1] if items else None
             if (
                 last_assistant is not None
-                and isinstance(before, ModelTurn)
+                and isinstance(previous, ModelTurn)
                 and belong_together(last_assistant, message)
             ):
-                before.parts += message.parts
+                previous.parts += message.parts
             else:
                 items.append(ModelTurn("", "", [], list(message.parts)))
             for call in message.parts:
@@ -206,7 +207,7 @@ def build_conversation(
 
 
 def to_chat_message(turn: ModelTurn) -> dict[str, Any]:
-    """A turn as the template's assistant message."""
+    """Converts a turn to the template's assistant message."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
         # Templates read one of these names.
@@ -224,7 +225,7 @@ def to_chat_message(turn: ModelTurn) -> dict[str, Any]:
 
 
 def _fill_turn(turn: ModelTurn, guard: Guard, traits: TemplateTraits, ids: Iterator[str]) -> None:
-    """What the turn's parts come to in a template's message. `ids` are the next calls' own."""
+    """Fills in a turn's reasoning, text and calls from its parts. `ids` yields the ids of its calls."""
     for part in turn.parts:
         match part:
             case Reasoning():
@@ -240,7 +241,8 @@ def _fill_turn(turn: ModelTurn, guard: Guard, traits: TemplateTraits, ids: Itera
 
 
 def _guard_arguments(arguments: str, guard: Guard, traits: TemplateTraits) -> str:
-    """A template that gets a mapping sees what JSON's escapes stand for, and they can spell anything."""
+    """Guards a call's arguments. A template that gets a mapping sees the decoded escapes, which can spell anything, so
+    those values are guarded as well."""
     guarded = guard(arguments)
     if not traits.supports_tools or not traits.maps_arguments:
         return guarded
@@ -281,20 +283,20 @@ def _to_chat_messages(message: Message, guard: Guard, names: dict[str, tuple[str
                 raise ValueError(f"a {message.role} message with a {type(part).__name__}")
     if texts or not rendered:
         role = "system" if message.role == "developer" else message.role
-        said = {"role": role, "content": guard("\n".join(texts))}
+        chat_message = {"role": role, "content": guard("\n".join(texts))}
         if message.name:
-            said["name"] = guard(message.name)
-        rendered.append(said)
+            chat_message["name"] = guard(message.name)
+        rendered.append(chat_message)
     return rendered
 
 
 _ToolKey = tuple[str, str, bytes, Guard]
-"""A tool's name, description and parameters, and what guards them."""
+"""A tool's name, description and parameters, and the function that guards them."""
 
 
 def _make_spec(tool: _ToolKey) -> ToolSpec:
-    """One per tool, however often it is sent; its JSON is written once. Raises TemplateError for a schema with numbers
-    that are out of range."""
+    """Makes the spec of a tool. It is cached, so that its JSON is written once however often the tool is sent. Raises
+    TemplateError for a schema with numbers that are out of range."""
     name, description, parameters, guard = tool
     try:
         schema = _guard_value(msgspec.json.decode(parameters), guard)
@@ -305,7 +307,7 @@ def _make_spec(tool: _ToolKey) -> ToolSpec:
 
 
 def _estimate_spec_bytes(tool: _ToolKey, _: ToolSpec) -> int:
-    """Estimated from the key: walking through the objects would take longer than making them."""
+    """Estimates a spec's memory from its key: walking the objects would take longer than making them."""
     name, description, parameters, _guard = tool
     return 4 * estimate_bytes((name, description)) + _BYTES_PER_JSON_BYTE * len(parameters)
 
@@ -339,10 +341,10 @@ def _apply_fallbacks(conversation: Conversation, traits: TemplateTraits) -> Conv
     items = list(conversation.items)
     tools = conversation.tools
     if not traits.supports_tools:
-        items, tools = _spell_out_tools(items, tools), None
+        items, tools = _describe_tools_as_text(items, tools), None
     messages: list[Item] = []
     for item in items:
-        before = messages[-1] if messages else None
+        previous = messages[-1] if messages else None
         if isinstance(item, ContextMessage):
             if item.message["role"] == "system" and not _supports_system_after(traits, messages):
                 item = ContextMessage({**item.message, "role": "user"})
@@ -350,20 +352,20 @@ def _apply_fallbacks(conversation: Conversation, traits: TemplateTraits) -> Conv
             repeats = (
                 traits.supports_late_system if role == "system" else traits.supports_repeated_roles or role == "tool"
             )
-            if not repeats and isinstance(before, ContextMessage) and before.message["role"] == role:
-                joined = f"{before.message['content']}\n\n{item.message['content']}"
-                messages[-1] = ContextMessage({**before.message, "content": joined})
+            if not repeats and isinstance(previous, ContextMessage) and previous.message["role"] == role:
+                joined = f"{previous.message['content']}\n\n{item.message['content']}"
+                messages[-1] = ContextMessage({**previous.message, "content": joined})
                 continue
-        elif not traits.supports_repeated_roles and isinstance(before, ModelTurn):
-            messages[-1] = _merge_turns(before, item)
+        elif not traits.supports_repeated_roles and isinstance(previous, ModelTurn):
+            messages[-1] = _merge_turns(previous, item)
             continue
         messages.append(item)
     return Conversation(messages, tools, conversation.kwargs)
 
 
-def _supports_system_after(traits: TemplateTraits, before: Sequence[Item]) -> bool:
-    """Whether a system message can stand behind these; where it can't be late, it may still be joined to the first."""
-    leading = all(isinstance(item, ContextMessage) and item.message["role"] == "system" for item in before)
+def _supports_system_after(traits: TemplateTraits, previous_items: Sequence[Item]) -> bool:
+    """Whether a system message can follow these items. One that directly follows the first can be joined to it."""
+    leading = all(isinstance(item, ContextMessage) and item.message["role"] == "system" for item in previous_items)
     return traits.supports_system if leading else traits.supports_late_system
 
 
@@ -376,27 +378,27 @@ def _merge_turns(first: ModelTurn, second: ModelTurn) -> ModelTurn:
     )
 
 
-def _spell_out_tools(items: list[Item], tools: list[ToolSpec] | None) -> list[Item]:
-    """Tools for a template that knows none: told in the system message, called and answered in tagged text."""
+def _describe_tools_as_text(items: list[Item], tools: list[ToolSpec] | None) -> list[Item]:
+    """Writes tools as text for a template without tools: listed in the system message, called and answered in tags."""
     spelled: list[Item] = []
     for item in items:
         if isinstance(item, ModelTurn) and item.calls:
-            calls = "".join(f"\n<tool_call>\n{_call_text(call)}\n</tool_call>" for call in item.calls)
+            calls = "".join(f"\n<tool_call>\n{_format_call(call)}\n</tool_call>" for call in item.calls)
             spelled.append(ModelTurn(item.reasoning, (item.text + calls).lstrip("\n"), [], item.parts))
         elif isinstance(item, ContextMessage) and item.message["role"] == "tool":
             content = f"<tool_response>\n{item.message['content']}\n</tool_response>"
-            before = spelled[-1] if spelled else None
-            if isinstance(before, ContextMessage) and before.message["content"].endswith("</tool_response>"):
-                spelled[-1] = ContextMessage({"role": "user", "content": f"{before.message['content']}\n{content}"})
+            previous = spelled[-1] if spelled else None
+            if isinstance(previous, ContextMessage) and previous.message["content"].endswith("</tool_response>"):
+                spelled[-1] = ContextMessage({"role": "user", "content": f"{previous.message['content']}\n{content}"})
             else:
                 spelled.append(ContextMessage({"role": "user", "content": content}))
         else:
             spelled.append(item)
     if tools:
-        listed = "\n".join(tool.json for tool in tools)
+        tool_lines = "\n".join(tool.json for tool in tools)
         instructions = (
             "You can call functions. These are there, one JSON description a line:\n"
-            f"<tools>\n{listed}\n</tools>\n"
+            f"<tools>\n{tool_lines}\n</tools>\n"
             'To call one, write <tool_call>{"name": its name, "arguments": {its arguments}}</tool_call>.'
         )
         first = spelled[0] if spelled else None
@@ -407,7 +409,7 @@ def _spell_out_tools(items: list[Item], tools: list[ToolSpec] | None) -> list[It
     return spelled
 
 
-def _call_text(call: ToolCall) -> str:
+def _format_call(call: ToolCall) -> str:
     arguments = call.arguments or "{}"
     try:
         msgspec.json.decode(arguments)

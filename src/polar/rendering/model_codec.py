@@ -1,6 +1,6 @@
-"""A model's folder as the gateway uses it: from a request to a prompt's ids, and from sampled ids to what was said.
+"""A model's folder as the gateway uses it: plans prompts of requests, and parses sampled ids.
 
-Request -> Conversation -> Plan (recorded ids + text) -> ids        sampled ids -> Parser -> Events
+Request -> Conversation -> PromptPlan (recorded ids + text) -> ids        sampled ids -> ReplyParser -> events
 """
 
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from polar.errors import ConfigError
+from polar.records.exchange import TokenIds
 from polar.rendering.continuation import (
     ContinuationMode,
     MatchDelivered,
@@ -22,7 +23,7 @@ from polar.rendering.families import FallbackFamily, ReplyParser, detect_family
 from polar.rendering.messages import Conversation, build_conversation, find_traits
 from polar.rendering.seams import SeamProver
 from polar.rendering.skeleton import Renderer
-from polar.rendering.tokenizer import TokenIds, Tokenizer, load_tokenizer
+from polar.rendering.tokenizer import Tokenizer, load_tokenizer
 from polar.rendering.turn_digest import TurnDigest, digest_turn
 from polar.reply_parts import PartsBuilder
 from polar.types import (
@@ -57,24 +58,24 @@ class ModelCodec:
     ) -> "ModelCodec":
         return cls(load_tokenizer(resolve_model_folder(folder)), mode, template_kwargs)
 
-    def plan(self, request: Request, history: TurnHistory, match_delivered: MatchDelivered) -> PromptPlan:
-        """How the prompt of a request (of plain function tools) comes about. Raises TemplateError."""
-        return self._planner.plan(
+    def plan_prompt(self, request: Request, history: TurnHistory, match_delivered: MatchDelivered) -> PromptPlan:
+        """Plans the prompt of a request, whose tools are plain functions. Raises TemplateError."""
+        return self._planner.plan_prompt(
             self._build_conversation(request, request.messages, history), history, match_delivered
         )
 
     def encode_turn(self, request: Request, parts: Sequence[Part], history: TurnHistory) -> TokenIds | None:
-        """What this model would have sampled to say these parts in answer to a request, its end token included: what
-        the template writes behind the prompt for it. None where it does not write a turn as its prompt begins one.
-        Raises TemplateError."""
+        """Encodes a reply of these parts as the model would have sampled it, with its end token: the template's text
+        behind the prompt. Returns None if the template does not continue its prompt with the turn. Raises
+        TemplateError."""
         answered = [*request.messages, Message("assistant", list(parts))]
         prompt = self._renderer.render(self._build_conversation(request, request.messages, history))
-        whole = self._renderer.render(self._build_conversation(request, answered, history), generation_prompt=False)
-        if not whole.startswith(prompt):
+        text = self._renderer.render(self._build_conversation(request, answered, history), generation_prompt=False)
+        if not text.startswith(prompt):
             return None
-        ends = [found.end() for found in self.encoder.find_controls(whole, len(prompt))]
-        end = ends[-1] if ends and not whole[ends[-1] :].strip() else len(whole)
-        return self.encoder.encode(whole[len(prompt) : end], first=False)
+        ends = [match.end() for match in self.encoder.find_controls(text, len(prompt))]
+        end = ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
+        return self.encoder.encode(text[len(prompt) : end], first=False)
 
     def _build_conversation(self, request: Request, messages: Sequence[Message], history: TurnHistory) -> Conversation:
         kwargs: dict[str, Any] = {}
@@ -94,31 +95,33 @@ class ModelCodec:
         )
 
     def make_parser(self, request: Request, prompt_end: str) -> ReplyParser:
-        """Tools that the harness forbids for one call are still shown, so that the context stays the same; what looks
-        like a call is text then."""
+        """Makes the parser of the request's reply. If the harness forbids tools for this call, the prompt still shows
+        them, so that the context stays the same, but calls are parsed as text."""
         tools = request.tools if request.tool_choice.mode != "none" else None
         return self.family.make_parser(prompt_end=prompt_end, tools=tools)
 
     def count_matching_tokens(
         self, turn: RecordedTurn, shown: TurnDigest, sampled: Sequence[int], request: Request
     ) -> int | None:
-        """How many of a partly delivered turn's first tokens say this: as many as possible, None where none do."""
+        """Counts the first tokens of a partly delivered turn that say what `shown` does: as many as possible. Returns
+        None if no number of them does."""
         parser = self.make_parser(request, turn.mark.opening)
         parts = PartsBuilder()
-        says = TurnDigest()
-        kept = None
+        digest = TurnDigest()
+        matching = None
         for count, id in enumerate(sampled[: turn.delivered_tokens], 1):
             if events := parser.feed([id]):
                 for event in events:
                     parts.add(event)
-                says = digest_turn(parts.build())
-            if says == shown:
-                kept = count
-        return kept
+                digest = digest_turn(parts.build())
+            if digest == shown:
+                matching = count
+        return matching
 
 
 def is_renderable(request: Request) -> bool:
-    """Whether a gateway can render this, or only the engine: pictures, raw prompts, forced calls and formats."""
+    """Whether the gateway can render this. Only the engine can render pictures, raw prompts, forced calls and
+    formats."""
     return (
         request.prompt is None
         and not request.tool_choice.forces_call
@@ -134,13 +137,14 @@ def _has_media(part: Part) -> bool:
 
 
 def _name_same_exchange(first: Message, second: Message) -> bool:
-    """Two assistant messages in a row are one turn where both name the same exchange."""
-    one = find_named_exchange(first.parts)
-    return one is not None and one == find_named_exchange(second.parts)
+    """Whether two assistant messages in a row are one turn: both name the same exchange."""
+    exchange_id = find_named_exchange(first.parts)
+    return exchange_id is not None and exchange_id == find_named_exchange(second.parts)
 
 
 def resolve_model_folder(folder: str | Path) -> Path:
-    """A folder; or a model's name, where a copy of it is on this machine already. Nothing is downloaded."""
+    """Returns the folder, or that of a model's copy in the local cache if `folder` is a model's name. Downloads
+    nothing."""
     path = Path(folder)
     if path.is_dir():
         return path

@@ -1,6 +1,6 @@
-"""One prompt to make: all that it takes, as plain data, so that another process can make it just as well.
+"""A prompt to render: everything needed for it as plain data, so that another process can render it as well.
 
-request, history -> plan (continuation.py) -> text -> ids -> Prompt
+request, history -> plan (continuation.py) -> text -> ids -> RenderedPrompt
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,10 @@ import numpy as np
 from msgspec import Struct
 
 from polar.errors import PolarError
-from polar.records.exchange import ContextMark
+from polar.records.exchange import ContextMark, TokenIds
 from polar.rendering.continuation import BranchReason, RecordedTurn, TurnHistory
 from polar.rendering.encoder import SPELLING_BREAK, count_utf8_bytes
 from polar.rendering.model_codec import ModelCodec
-from polar.rendering.tokenizer import TokenIds
 from polar.rendering.turn_digest import TurnDigest
 from polar.types import Request
 
@@ -23,10 +22,10 @@ _JSON_PIECE_IDS = 16 * 1024
 """Ids that are written as JSON in one call of C code, during which no other thread runs."""
 
 _MIN_SCAN_BYTES = 256 * 1024
-"""Bytes from which on a text that is unlikely to fit is tried piece by piece before it is encoded whole."""
+"""A text of this size that is unlikely to fit is counted piece by piece before it is encoded."""
 
 _LIKELY_BYTES_PER_TOKEN = 6
-"""Bytes a token that text rarely has more of."""
+"""Text rarely has more bytes per token."""
 
 
 class ContextExceeded(PolarError):
@@ -60,13 +59,13 @@ class PromptJob(Struct):
 
     def build_history(self) -> TurnHistory:
         history = TurnHistory(unmarked=set(self.unmarked), written_ids=self.written_ids)
-        for known in self.turns:
-            history.add(known)
+        for turn in self.turns:
+            history.add(turn)
         return history
 
 
 class PromptPrefix(NamedTuple):
-    """The recorded ids that a prompt begins with (continuation.Base), by the exchange's id."""
+    """The recorded ids that a prompt begins with (continuation.RecordedPrefix), by the exchange's id."""
 
     exchange_id: str
     sampled_tokens: int | None
@@ -89,24 +88,25 @@ def make_prompt(
     partial_turns: dict[str, list[int]],
     context_length: int | None,
 ) -> RenderedPrompt:
-    """Raises TemplateError, ContextExceeded, or RecursionError where a request is nested too deeply."""
+    """Renders a request's prompt. Raises TemplateError, ContextExceeded, or RecursionError if the request is nested too
+    deeply."""
 
-    def cut(known: RecordedTurn, shown: TurnDigest) -> int | None:
-        sampled = partial_turns.get(known.exchange_id)
-        return None if sampled is None else model.count_matching_tokens(known, shown, sampled, request)
+    def match_delivered(turn: RecordedTurn, shown: TurnDigest) -> int | None:
+        sampled = partial_turns.get(turn.exchange_id)
+        return None if sampled is None else model.count_matching_tokens(turn, shown, sampled, request)
 
-    plan = model.plan(request, history, cut)
+    plan = model.plan_prompt(request, history, match_delivered)
     base = None if plan.base is None else PromptPrefix(plan.base.turn.exchange_id, *plan.base[1:])
     if context_length is not None:
-        left = context_length - (0 if plan.base is None else plan.base.length)
-        if not _may_fit(model, plan.text, left):
+        remaining_tokens = context_length - (0 if plan.base is None else plan.base.length)
+        if not _may_fit(model, plan.text, remaining_tokens):
             raise ContextExceeded(context_length)
     ids = model.encoder.encode(plan.text, first=plan.base is None)
     return RenderedPrompt(base, ids, encode_ids_json(ids), plan.prompt_end, plan.mark, plan.reason)
 
 
 def _may_fit(model: ModelCodec, text: str, tokens: int) -> bool:
-    """False where the text certainly has more tokens, which is found out without encoding all of it."""
+    """Returns False if the text certainly has more tokens. Does not encode all of it for that."""
     size = count_utf8_bytes(text)
     if size <= _MIN_SCAN_BYTES and size <= tokens:
         return True
@@ -118,6 +118,6 @@ def _may_fit(model: ModelCodec, text: str, tokens: int) -> bool:
 
 
 def encode_ids_json(ids: TokenIds) -> bytes:
-    """As a JSON list without its brackets."""
+    """Encodes ids as a JSON list without its brackets."""
     pieces: Sequence[TokenIds] = np.split(ids, range(_JSON_PIECE_IDS, len(ids), _JSON_PIECE_IDS)) if len(ids) else []
     return b",".join(msgspec.json.encode(piece.tolist())[1:-1] for piece in pieces)

@@ -1,4 +1,4 @@
-"""A rendering with the model's turns replaced by marks: what is left is the context, and it shows where turns stand.
+"""A rendering with the model's turns replaced by marks, which shows the context alone, and where the turns stand in it.
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n(mark)<|im_end|>\\n<|im_start|>user\\n...
     `--------------------- context -----------------------´      `------------- tail ------------...
@@ -58,7 +58,7 @@ class Renderer:
     def render(self, conversation: Conversation, *, generation_prompt: bool = True) -> str:
         """Raises TemplateError where the template refuses."""
         return self._template.render(
-            self._messages(conversation.items),
+            self._build_messages(conversation.items),
             conversation.tools,
             generation_prompt,
             map_arguments=self.traits.maps_arguments,
@@ -72,9 +72,10 @@ class Renderer:
             return None
 
     def render_skeleton(self, conversation: Conversation, turns: int | None = None) -> Skeleton:
-        """With marks for the first `turns` turns (default: all) as far as they are shown; the others as they are."""
+        """Renders with marks for the first `turns` turns (default: all). Turns that the template does not show are
+        rendered as they are."""
         skeleton = self._render_skeleton(conversation, turns, hidden=())
-        hidden = [number for number, place in enumerate(skeleton.turn_spans) if place is None]
+        hidden = [number for number, turn_span in enumerate(skeleton.turn_spans) if turn_span is None]
         return self._render_skeleton(conversation, turns, hidden) if hidden else skeleton
 
     def _render_skeleton(self, conversation: Conversation, turns: int | None, hidden: Container[int]) -> Skeleton:
@@ -89,7 +90,7 @@ class Renderer:
         return read_skeleton(self.render(Conversation(items, conversation.tools, conversation.kwargs)), marked)
 
     def mark_turn(self, turn: ModelTurn, number: int, fill: int = 0) -> ModelTurn:
-        """The turn's shape, with marks for its pieces; `fill` makes them longer."""
+        """Replaces a turn's pieces by marks; `fill` makes the marks longer."""
         calls = turn.calls if self.traits.supports_parallel_calls else turn.calls[:1]
         value = f"{_MARK_PREFIX}a{number}x{_VALUE * fill}X"
         arguments = f'{{"{value}": "{value}"}}'
@@ -99,60 +100,62 @@ class Renderer:
             [ToolCall(call.id, call.name, arguments) for call in calls],
         )
 
-    def _messages(self, items: Sequence[Item]) -> list[ChatMessage]:
+    def _build_messages(self, items: Sequence[Item]) -> list[ChatMessage]:
         messages: list[ChatMessage] = []
-        taken = 0  # results that stand with their calls already
+        placed_results = 0  # results that stand with their calls already
         for index, item in enumerate(items):
             if isinstance(item, ContextMessage):
-                if taken:
-                    taken -= 1
+                if placed_results:
+                    placed_results -= 1
                 else:
                     messages.append(item.message)
             elif len(item.calls) > 1 and not self.traits.supports_parallel_calls:
                 split = self._split_calls(item, items[index + 1 :])
                 messages += split
-                taken = sum(message["role"] == "tool" for message in split)
+                placed_results = sum(message["role"] == "tool" for message in split)
             else:
                 messages.append(to_chat_message(item))
         return messages
 
     def _split_calls(self, turn: ModelTurn, following: Sequence[Item]) -> list[ChatMessage]:
-        """A turn with several calls, for a template that takes one a turn: each with its own result behind it."""
+        """Splits a turn with several calls for a template that takes one: each call is followed by its result."""
         messages: list[ChatMessage] = []
         for index, call in enumerate(turn.calls):
             reasoning, text = (turn.reasoning, turn.text) if index == 0 else ("", "")
             messages.append(to_chat_message(ModelTurn(reasoning, text, [call])))
             result = following[index] if index < len(following) else None
             if not isinstance(result, ContextMessage) or result.message["role"] != "tool":
-                break  # fewer results than calls: what has none was never answered
+                break  # the remaining calls were never answered
             messages.append(result.message)
         return messages
 
 
 def read_skeleton(text: str, marked: Sequence[ModelTurn]) -> Skeleton:
     """Finds the marks of turns in a rendering."""
-    seen: list[list[re.Match[str]]] = [[] for _ in marked]
+    marks_by_turn: list[list[re.Match[str]]] = [[] for _ in marked]
     order: list[int] = []
-    for found in _MARK_PATTERN.finditer(text):
-        number = int(found.group(2))
-        seen[number].append(found)
+    for mark in _MARK_PATTERN.finditer(text):
+        number = int(mark.group(2))
+        marks_by_turn[number].append(mark)
         if not order or order[-1] != number:
             order.append(number)
-    places = [_find_turn_span(turn, marks) if marks else None for turn, marks in zip(marked, seen, strict=True)]
-    once = all(map(_is_shown_once, marked, seen))
-    return Skeleton(text, places, once and order == sorted(set(order)))
+    turn_spans = [
+        _find_turn_span(turn, marks) if marks else None for turn, marks in zip(marked, marks_by_turn, strict=True)
+    ]
+    shown_once = all(map(_is_shown_once, marked, marks_by_turn))
+    return Skeleton(text, turn_spans, shown_once and order == sorted(set(order)))
 
 
 def _is_shown_once(turn: ModelTurn, marks: Sequence[re.Match[str]]) -> bool:
-    """Whether no piece is shown more than once. What a template repeats, it says about the turn, not in it."""
-    shown = [found.group(1) for found in marks]
+    """Whether no piece is shown more than once. A piece that the template repeats is used outside its turn."""
+    shown = [mark.group(1) for mark in marks]
     return shown.count("r") <= 1 and shown.count("c") <= 1 and shown.count("a") <= 2 * len(turn.calls)
 
 
 def _find_turn_span(turn: ModelTurn, marks: Sequence[re.Match[str]]) -> TurnSpan:
-    shown = [found.group(1) for found in marks]
-    text = "c" in shown
-    last: Any = shown[-1]
-    # Two marks in each call's arguments, key and value. Calls that were spelled out in the text are as visible as it.
-    calls = shown.count("a") >= 2 * len(turn.calls) if turn.calls else text
-    return TurnSpan(marks[0].start(), marks[-1].end(), last, "r" in shown, text, calls)
+    shown = [mark.group(1) for mark in marks]
+    shows_text = "c" in shown
+    last_piece: Any = shown[-1]
+    # Each call's arguments have two marks, key and value. Calls that were written into the text are shown with it.
+    shows_calls = shown.count("a") >= 2 * len(turn.calls) if turn.calls else shows_text
+    return TurnSpan(marks[0].start(), marks[-1].end(), last_piece, "r" in shown, shows_text, shows_calls)

@@ -108,7 +108,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _map_call_arguments(call: Any) -> Any:
-    """A tool call whose arguments are a mapping: templates expect one, the API carries JSON text. Text that is no JSON
+    """Decodes a tool call's arguments to a mapping, which templates expect; the API has JSON text. Text that is no JSON
     object stays as it is."""
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -141,15 +141,15 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         if "default" not in self._sources:
             raise TemplateError(f"There is no default among the chat templates {sorted(self._sources)}.")
-        for each in self._sources.values():
+        for template in self._sources.values():
             try:
-                _compile(each)
+                _compile(template)
             except jinja2.TemplateError as error:
                 raise TemplateError(f"The chat template is no valid Jinja: {error}.") from error
 
     @property
     def all_sources(self) -> str:
-        """The sources of all of them."""
+        """The sources of all templates."""
         return "\n".join(self._sources.values())
 
     def select_source(self, tools: bool = False) -> str:
@@ -163,9 +163,8 @@ class ChatTemplate:
         map_arguments: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Raises TemplateError where the template refuses or can't read the messages.
-
-        `map_arguments`: calls' arguments are given as mappings, which most templates expect, and not as JSON text.
+        """Renders messages. `map_arguments` passes calls' arguments as mappings, which most templates expect, not as
+        JSON text. Raises TemplateError if the template refuses or can't read the messages.
         """
         variables = self._variables | kwargs
         try:

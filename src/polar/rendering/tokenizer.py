@@ -12,15 +12,13 @@ import msgspec
 import numpy as np
 import tokenizers
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from polar.errors import ConfigError
+from polar.records.exchange import TokenIds
 from polar.rendering.template import ChatTemplate, TemplateError
 
-TokenIds = NDArray[np.int32]
-
 _TURNS_REMEMBERED = 8192
-_REPLACEMENT = "�"  # what undecodable bytes, such as half a character, are shown as
+_REPLACEMENT = "�"  # the decoding of undecodable bytes, such as half a character
 
 
 class _AddedToken(Struct):
@@ -33,7 +31,7 @@ class _NamedTemplate(Struct):
 
 
 class _Config(Struct):
-    """What we need of tokenizer_config.json."""
+    """The fields of tokenizer_config.json that are used."""
 
     bos_token: str | _AddedToken | None = None
     eos_token: str | _AddedToken | None = None
@@ -54,7 +52,7 @@ class _Config(Struct):
 
 
 def encode_ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """The ids of a text. Other threads run meanwhile: the library releases the interpreter's lock for batches alone."""
+    """Encodes a text as a batch of one: only for batches does the library release the interpreter's lock."""
     ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
 
@@ -73,9 +71,9 @@ class Tokenizer:
         self.backend = backend
         self._template = template
         self.special_tokens = special_tokens
-        """The special tokens' text by their part: `eos_token`, `bos_token`, ..."""
+        """The special tokens' texts by their names: `eos_token`, `bos_token`, ..."""
         self.added_tokens = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
-        """The ids of all tokens that are matched as a whole before the text is cut: control tokens and markup."""
+        """The ids of all tokens that are matched before the text is split: control tokens and markup."""
         self.eos_id = self.added_tokens.get(special_tokens.get("eos_token", ""))
         self.vocabulary_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._turn_end = self._find_turn_end()
@@ -119,29 +117,30 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str:
-        """All of the template's text; empty where there is none."""
+        """The sources of all templates; empty if there is none."""
         return "" if self._template is None else self._template.all_sources
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return encode_ids(self.backend, text, add_special_tokens=add_special_tokens)
 
     def encode_words(self, text: str) -> tuple[list[int], list[int | None]]:
-        """The ids, and for each id the number of the word that it is part of."""
+        """Encodes a text. Returns the ids, and for each id the number of its word."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.word_ids
 
     def encode_turns(self, text: str) -> TokenIds:
-        """The same ids as `encode`, for a rendered conversation of which much was encoded before."""
+        """Encodes a rendered conversation to the same ids as `encode` does, with a cache of its turns."""
         if self._turn_end is None:
             return self._encode_turn(text)
-        *turns, rest = text.split(self._turn_end)
-        return np.concatenate([*(self._encode_turn(turn + self._turn_end) for turn in turns), self._encode_turn(rest)])
+        *turns, open_turn = text.split(self._turn_end)
+        closed_ids = [self._encode_turn(turn + self._turn_end) for turn in turns]
+        return np.concatenate([*closed_ids, self._encode_turn(open_turn)])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, id: int) -> str:
-        """One token's own text; with the replacement character where it holds a part of a character."""
+        """Decodes one token by itself. Part of a character becomes the replacement character."""
         if not 0 <= id < self.vocabulary_size:
             return ""
         text = self._token_texts[id]
@@ -150,7 +149,7 @@ class Tokenizer:
         return text
 
     def id_to_token(self, id: int) -> str | None:
-        """The vocabulary's entry: in byte-level tokenizers one character for each byte."""
+        """Returns the vocabulary's entry, which in byte-level tokenizers has one character for each byte."""
         return self.backend.id_to_token(id)
 
     def token_to_id(self, token: str) -> int | None:
@@ -161,11 +160,11 @@ class Tokenizer:
 
     def _encode_array(self, text: str) -> TokenIds:
         ids = np.asarray(self.encode(text), dtype=np.int32)
-        ids.flags.writeable = False  # shared by all who ask
+        ids.flags.writeable = False  # the cache shares it
         return ids
 
     def _find_turn_end(self) -> str | None:
-        """The end-of-turn token, if cutting the text behind it changes no ids."""
+        """Returns the end-of-turn token, or None if splitting the text behind it would change ids."""
         if self.eos_id is None:
             return None
         eos = self.special_tokens["eos_token"]
@@ -176,46 +175,46 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a growing sequence of ids. What is given out is never taken back: a token that ends within a character
-    is held until the character is whole."""
+    """Decodes a growing sequence of ids. Text is never taken back: a token that ends within a character is held until
+    the character is complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
         # A token's text can depend on the ones before it (leading spaces), so it is decoded together with the tokens
         # that were given out last.
         self._window: list[int] = []
-        self._known = 0
-        self._known_text = ""
+        self._emitted_tokens = 0  # of the window
+        self._emitted_text = ""
 
     def add(self, id: int) -> str:
         self._window.append(id)
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT):
             return ""
-        return self._give_out(text)
+        return self._emit(text)
 
     def flush(self) -> str:
-        """What is still held, however it decodes."""
-        return self._give_out(self._decode(self._window))
+        """Returns the text that is still held, even if it ends within a character."""
+        return self._emit(self._decode(self._window))
 
-    def _give_out(self, text: str) -> str:
-        new = text[len(self._known_text) :]
-        del self._window[: self._known]
-        self._known = len(self._window)
-        self._known_text = self._decode(self._window)
-        return new
+    def _emit(self, text: str) -> str:
+        new_text = text[len(self._emitted_text) :]
+        del self._window[: self._emitted_tokens]
+        self._emitted_tokens = len(self._window)
+        self._emitted_text = self._decode(self._window)
+        return new_text
 
 
 def decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
-    """What each id adds to the text; together they are the whole text."""
+    """Returns the text that each id adds; joined, the pieces are the decoded text."""
     detokenizer = tokenizer.make_detokenizer()
-    out = [detokenizer.add(id) for id in ids]
-    if out:
-        out[-1] += detokenizer.flush()
-    return out
+    pieces = [detokenizer.add(id) for id in ids]
+    if pieces:
+        pieces[-1] += detokenizer.flush()
+    return pieces
 
 
 @lru_cache(8)
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in a folder, which is read once: that takes up to a second, and it never changes."""
+    """Loads the tokenizer of a folder. It is cached: reading takes up to a second, and the folder never changes."""
     return Tokenizer.load(folder)

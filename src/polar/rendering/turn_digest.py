@@ -1,8 +1,8 @@
-"""What a model's turn says, apart from how it is spelled: so that a turn that a harness echoes can be known again.
+"""Digests of what a model's turn says, whatever its spelling, to recognize a turn that a harness echoes.
 
-Harnesses re-serialise arguments, reorder keys, trim text and split or join parts. None of that changes what was said.
-Equal `Saying`s say the same: equal thinking, equal text up to white space at the edges of its parts, equal calls of the
-same names in the same order, with arguments that are equal as JSON (1.0 is 1).
+Harnesses re-serialise arguments, reorder keys, trim text and split or join parts. None of that changes the digest.
+Turns with equal digests have equal thinking, equal text up to white space at the edges, and calls of the same names in
+the same order, with arguments that are equal as JSON (1.0 is 1).
 """
 
 import json
@@ -19,7 +19,7 @@ EMPTY_DIGEST = b""
 _DIGEST_BYTES = 8
 
 _CALL_CACHE_BYTES = 32 * 1024 * 1024
-"""For calls with their digests. Arguments may be whole files."""
+"""Size of the cache of calls with their digests. Arguments may be whole files."""
 
 
 class TurnDigest(Struct, frozen=True, gc=False):
@@ -47,13 +47,13 @@ def digest_turn(parts: Iterable[Part]) -> TurnDigest:
     return TurnDigest(_digest_text(thinking), _digest_text(text), _digest(calls) if calls else EMPTY_DIGEST)
 
 
-def chain_digest(before: bytes, turn: bytes) -> bytes:
-    """A digest of a sequence of turns, one more at a time."""
-    return _digest((before, turn))
+def chain_digest(chain: bytes, turn: bytes) -> bytes:
+    """Extends the digest of a sequence of turns by one turn."""
+    return _digest((chain, turn))
 
 
 def parse_arguments(arguments: str) -> Any:
-    """Arguments as JSON; the text itself where they are none."""
+    """Parses arguments as JSON; returns the text itself if it is no JSON."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -79,7 +79,7 @@ _call_memo = Memo(_digest_call, _CALL_CACHE_BYTES)
 
 
 def _normalize_numbers(value: Any) -> Any:
-    """The same value with one spelling of each number."""
+    """Replaces whole floats by integers, so that a number has one spelling."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, dict):

@@ -1,14 +1,14 @@
 """A process that makes prompts: `python -m polar.rendering.worker`, started and fed by worker_pool.py.
 
-Rendering and encoding a long text keeps an interpreter busy for seconds. Here it is not the one that serves everybody.
+Rendering and encoding a long text keeps an interpreter busy for seconds, so another one than the gateway's does it.
 Messages on standard input and output are frames: a length of eight bytes, then as many bytes.
 
-    in: Setup (JSON), then PromptJobs (pickled)        out: a Made for each job (MessagePack)
+    in: WorkerSetup (JSON), then PromptJobs (pickled)        out: a PromptResult for each job (MessagePack)
 
 Jobs are pickled since a request holds optional raw JSON (`Raw | None`), which msgspec writes and can't read. Only the
 parent writes here, and nothing that comes back is unpickled.
 
-It ends when its input ends, that is, with its parent, however that dies.
+The process ends when its input ends: with its parent, however that ends.
 """
 
 import os
@@ -30,7 +30,7 @@ from polar.rendering.template import TemplateError
 
 FRAME_LENGTH_BYTES = 8
 _NICENESS = 5
-"""Those who wait for a long text wait a little longer, and nobody else notices."""
+"""Long texts wait a little longer, and nothing else is slowed down."""
 
 
 class WorkerSetup(Struct):
@@ -38,7 +38,7 @@ class WorkerSetup(Struct):
     mode: ContinuationMode
     template_kwargs: dict[str, Any]
     break_mark: str
-    """The mark within broken spellings (encoder.BREAK) of the process that gets the results."""
+    """The SPELLING_BREAK of the process that gets the results."""
 
 
 PromptFailure = Literal["template", "context_exceeded", "too_deep", "failed"]
@@ -70,15 +70,15 @@ def main() -> None:
     setup = msgspec.json.decode(frame, type=WorkerSetup)
     model = ModelCodec.load(setup.folder, setup.mode, setup.template_kwargs)
     while (frame := _read_frame(source)) is not None:
-        made = _run_job(model, frame, setup.break_mark)
-        reply = msgspec.msgpack.encode(made)
+        result = _run_job(model, frame, setup.break_mark)
+        reply = msgspec.msgpack.encode(result)
         sink.write(len(reply).to_bytes(FRAME_LENGTH_BYTES, "little"))
         sink.write(reply)
         sink.flush()
 
 
 def _read_frame(source: BinaryIO) -> bytes | None:
-    """None at the end."""
+    """Reads a frame. Returns None at the end of the input."""
     head = source.read(FRAME_LENGTH_BYTES)
     if len(head) < FRAME_LENGTH_BYTES:
         return None
@@ -90,7 +90,7 @@ def _read_frame(source: BinaryIO) -> bytes | None:
 def _run_job(model: ModelCodec, frame: bytes, break_mark: str) -> PromptResult:
     try:
         job: PromptJob = pickle.loads(frame)
-        made = make_prompt(model, job.request, job.build_history(), job.partial_turns, job.context_length)
+        result = make_prompt(model, job.request, job.build_history(), job.partial_turns, job.context_length)
     except TemplateError as error:
         return PromptResult("template", str(error))
     except ContextExceeded as error:
@@ -99,8 +99,8 @@ def _run_job(model: ModelCodec, frame: bytes, break_mark: str) -> PromptResult:
         return PromptResult("too_deep")
     except Exception as error:  # noqa: BLE001 (the parent raises it where it is logged)
         return PromptResult("failed", repr(error))
-    end = made.prompt_end.replace(SPELLING_BREAK, break_mark)
-    return PromptResult(None, "", made.base, made.ids.tobytes(), made.ids_json, end, made.mark, made.reason)
+    end = result.prompt_end.replace(SPELLING_BREAK, break_mark)
+    return PromptResult(None, "", result.base, result.ids.tobytes(), result.ids_json, end, result.mark, result.reason)
 
 
 if __name__ == "__main__":

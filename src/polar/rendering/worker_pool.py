@@ -1,9 +1,9 @@
-"""The processes that make long prompts (worker.py), as the event loop sees them.
+"""The pool of processes that render long prompts (worker.py).
 
-A process is started when there is the first job for it, and again when it was killed; a job whose process died is tried
-once more. Two lanes, so that long texts don't wait behind very long ones, and one job of a session at a time, so that
-none takes all processes for itself. A caller that goes away leaves its job to its end: the next one waits, and nothing
-has to be loaded anew.
+A process is started for its first job, and again if it was killed; a job whose process died is tried once more. There
+are two lanes, so that long texts don't wait behind very long ones. A session has one job at a time, so that none takes
+all processes. If a caller is cancelled, its job still runs to its end, since a new process would have to load the model
+again.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from polar.rendering.worker import FRAME_LENGTH_BYTES, PromptResult, WorkerSetup
 log = logging.getLogger(__name__)
 
 VERY_LONG_BYTES = 1024 * 1024
-"""Of a job, from which on it belongs to the lane of its own."""
+"""Jobs from this size on have a lane of their own."""
 
 JOB_SECONDS = 120.0
-"""After which a job is given up and its process is killed."""
+"""A job that takes longer is given up, and its process is killed."""
 
 _MAX_TRIES = 2
 _PIPE_LIMIT_BYTES = 1024 * 1024  # bytes of a reply that are buffered before reading goes on
@@ -35,7 +35,7 @@ _MAX_LANE_PROCESSES = 4  # of each lane
 
 
 class WorkerDied(PolarError):
-    """A process ended before its job was done, as often as it was tried."""
+    """The process of a job ended before the job was done, in every try."""
 
 
 class RenderTimeout(PolarError):
@@ -52,28 +52,28 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the processes that run now."""
+        """The ids of the running processes."""
         return [worker.pid for worker in (*self._long, *self._very_long) if worker.pid is not None]
 
     async def make_prompt(self, session_id: str, job: PromptJob) -> RenderedPrompt:
-        """Raises what prompt_job.make_prompt does, and WorkerDied or RenderTimeout."""
+        """Renders a prompt. Raises the errors of prompt_job.make_prompt, and WorkerDied or RenderTimeout."""
         frame = await asyncio.to_thread(pickle.dumps, job, pickle.HIGHEST_PROTOCOL)
         task = asyncio.get_running_loop().create_task(self._run(session_id, frame))
         self._jobs.add(task)
         task.add_done_callback(self._discard_job)
-        made = await asyncio.shield(task)
-        match made.failure:
+        result = await asyncio.shield(task)
+        match result.failure:
             case None:
-                return made.to_prompt()
+                return result.to_prompt()
             case "template":
-                raise TemplateError(made.message)
+                raise TemplateError(result.message)
             case "context_exceeded":
                 assert job.context_length is not None
                 raise ContextExceeded(job.context_length)
             case "too_deep":
                 raise RecursionError
             case "failed":
-                raise RuntimeError(f"A prompt could not be made: {made.message}")
+                raise RuntimeError(f"A prompt could not be result: {result.message}")
 
     async def close(self) -> None:
         for task in self._jobs:
@@ -85,7 +85,7 @@ class WorkerPool:
     def _discard_job(self, task: "asyncio.Task[PromptResult]") -> None:
         self._jobs.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waited has it, or went away
+            task.exception()  # the caller got it, or was cancelled
 
     async def _run(self, session_id: str, frame: bytes) -> PromptResult:
         lock = self._session_locks.get(session_id)
@@ -93,18 +93,18 @@ class WorkerPool:
             lock = self._session_locks[session_id] = asyncio.Lock()
         async with lock:
             lane = self._very_long if len(frame) > VERY_LONG_BYTES else self._long
-            for left in reversed(range(_MAX_TRIES)):
+            for remaining_tries in reversed(range(_MAX_TRIES)):
                 worker = min(lane, key=lambda worker: worker.pending_jobs)
                 try:
                     return await worker.run(frame)
                 except WorkerDied:
-                    if not left:
+                    if not remaining_tries:
                         raise
         raise AssertionError
 
 
 class _Worker:
-    """One process, or none yet."""
+    """One process, started when it gets its first job."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
@@ -132,7 +132,7 @@ class _Worker:
                 await self._send(frame)
                 return msgspec.msgpack.decode(await self._receive(), type=PromptResult)
         except BaseException as error:
-            await self.stop()  # what it would still answer belongs to nobody
+            await self.stop()  # a late answer would be taken for that of the next job
             if isinstance(error, (ConnectionError, asyncio.IncompleteReadError)):
                 log.warning("A process that renders prompts died; another one takes over.")
                 raise WorkerDied("A process that renders prompts died.") from error

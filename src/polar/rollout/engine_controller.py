@@ -5,8 +5,9 @@ import contextlib
 from collections import defaultdict
 
 from polar.config import DEFAULT_RUN
-from polar.engines.base import DesiredEngines, DesiredPool, PauseState, RunEngine, normalize_engine_url
+from polar.engines.base import DesiredEngines, DesiredPool, RunEngine, normalize_engine_url
 from polar.errors import ConfigError, EngineError, PolarError
+from polar.records.policy import PauseState
 from polar.rollout.events import EventBus
 from polar.rollout.lease_manager import LeaseManager
 from polar.rollout.queue import Queue

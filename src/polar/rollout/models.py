@@ -1,11 +1,11 @@
 """The records of tasks and results under the name that bridges for NVIDIA's Polar import."""
 
 from polar.config import SamplingOverrides
+from polar.records.policy import PauseMode
 from polar.records.result import (
     EvidenceResult,
     GroupResult,
     NumberedResult,
-    PauseMode,
     ResultUnit,
     SessionResult,
     SessionStatus,

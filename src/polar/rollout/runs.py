@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.config import DEFAULT_RUN, Compat
-from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, PauseState, RunEngine
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, RunEngine
+from polar.records.policy import PauseState
 
 
 class Quotas(Struct, frozen=True):

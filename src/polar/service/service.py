@@ -88,7 +88,7 @@ class Service:
         listener = _listen(settings.server.host, settings.server.port)
         stack.callback(listener.close)
         plane = self.data_plane = await stack.enter_async_context(DataPlane(settings, self._data, hold_calls=True))
-        store_id = await plane.store.store_id()
+        store_id = await plane.store.ensure_store_id()
         rollout = self.rollout = RolloutService(
             plane.store,
             settings.server,

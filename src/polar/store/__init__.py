@@ -1,8 +1,8 @@
-"""What must not be lost: sessions and their exchanges, durable before anybody hears of them.
+"""The store of sessions and their exchanges, which are durable before their reply is delivered.
 
     append -> group_commit (one writer thread) -> recorder -> lineage: base, parent, what is new -> rows -> SQL
     export_session -> session_copy -> bytes -> session_copy -> import_session (another store's)
-    exchanges -> reader <- base_link: bases followed, whole requests and prompts again <- rows <- SQL
+    read_exchanges -> reader <- base_link: bases followed, whole requests and prompts again <- rows <- SQL
 
 `base` has the Protocol, `schema.sql` and `queries.sql` all of the SQL, for SQLite and PostgreSQL alike.
 `RelationalStore` is the store over either of them; only `sqlite` and `postgres` know which one it is.
@@ -17,11 +17,11 @@ __all__ = ["Durability", "open_store"]
 
 
 def open_store(url: str, durability: Durability = "process") -> RelationalStore:
-    """The store at `sqlite:PATH` or `postgresql://...`. What PostgreSQL has committed survives loss of power too,
+    """Opens the store at `sqlite:PATH` or `postgresql://...`. PostgreSQL's commits always survive loss of power,
     whatever `durability` asks for."""
-    scheme, _, place = url.partition(":")
-    if scheme == "sqlite" and place:
-        return open_sqlite_store(place, durability)
+    scheme, _, path = url.partition(":")
+    if scheme == "sqlite" and path:
+        return open_sqlite_store(path, durability)
     if scheme in ("postgresql", "postgres"):
         try:
             from polar.store.postgres import open_postgres_store

@@ -21,7 +21,7 @@ def ids_to_bytes(ids: TokenIds) -> bytes:
 
 
 def bytes_to_ids(data: bytes | bytearray) -> TokenIds:
-    """An array of its own where `data` is bytes; a view on a bytearray, which then belongs to it."""
+    """Decodes ids. The array is a copy of bytes, but a view of a bytearray, which the caller must not change."""
     return _from_bytes(data, _INT32).astype(np.int32, copy=False)
 
 
@@ -33,8 +33,8 @@ def bytes_to_logprobs(data: bytes) -> Logprobs:
     return _from_bytes(data, _FLOAT32).astype(np.float32, copy=False)
 
 
-def shared_prefix_length(a: TokenIds, b: TokenIds) -> int:
-    """How many leading ids are equal."""
+def count_shared_prefix(a: TokenIds, b: TokenIds) -> int:
+    """Counts the leading ids that are equal."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     first = int(differs.argmax()) if length else 0

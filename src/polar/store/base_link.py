@@ -1,7 +1,7 @@
-"""Following bases: a sequence that is stored as "the first n of the base's, then these" put together again.
+"""Restores a sequence that is stored as a link: the first n bytes of its base's sequence, then its own bytes.
 
 The same walk serves item digests and token ids. It fills the result from its end, so that each stored piece is copied
-once and nothing but the result is held.
+once and only the result is in memory.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +15,8 @@ from polar.store.sql import Connection, Queries
 
 
 class BaseLink(NamedTuple):
-    """The first `shared` bytes of the base's sequence, then `own`. A link that has nothing of its own and shares all
-    of its base's sequence, however long, has `shared` = ALL."""
+    """The first `shared` bytes of the base's sequence, then `own`. SHARES_ALL stands for the base's whole sequence,
+    however long it is."""
 
     base: int | None
     shared: int
@@ -29,36 +29,36 @@ SHARES_ALL = maxsize
 def resolve_link(
     link: BaseLink, fetch: Callable[[int], BaseLink], cached: Mapping[int, bytes | bytearray]
 ) -> bytearray:
-    """The whole sequence of `link`. `held` has sequences that are at hand already, by `seq`."""
-    need = link.shared
-    if need < 0:
-        raise damaged_store_error("an exchange shares less than nothing with its base")
-    whole = bytearray(need + len(link.own))
-    whole[need:] = link.own
+    """Restores the sequence of `link`. `cached` has some sequences by `seq`."""
+    missing = link.shared
+    if missing < 0:
+        raise make_damaged_store_error("an exchange shares less than nothing with its base")
+    sequence = bytearray(missing + len(link.own))
+    sequence[missing:] = link.own
     base = link.base
-    met: set[int | None] = set()
-    while need:
-        if base in met:
-            raise damaged_store_error("an exchange is stored against itself")
-        met.add(base)
+    visited: set[int | None] = set()
+    while missing:
+        if base in visited:
+            raise make_damaged_store_error("an exchange is stored against itself")
+        visited.add(base)
         if base is None:
-            raise damaged_store_error("an exchange shares more with its base than that has")
+            raise make_damaged_store_error("an exchange shares more with its base than that has")
         start, piece = 0, cached.get(base)
         if piece is None:
             base, start, piece = fetch(base)
-        if start < need:
-            if len(piece) < need - start:
-                raise damaged_store_error("an exchange shares more with its base than that has")
-            whole[start:need] = piece[: need - start]
-            need = start
-    return whole
+        if start < missing:
+            if len(piece) < missing - start:
+                raise make_damaged_store_error("an exchange shares more with its base than that has")
+            sequence[start:missing] = piece[: missing - start]
+            missing = start
+    return sequence
 
 
 def load_token_link(db: Connection, queries: Queries, session_id: str, seq: int) -> BaseLink:
-    """Of an exchange's context."""
+    """Loads the link of an exchange's context."""
     row = db.execute(queries.token_link, {"session_id": session_id, "seq": seq}).fetchone()
     if row is None:
-        raise damaged_store_error(f"exchange {seq} of session {session_id} is missing")
+        raise make_damaged_store_error(f"exchange {seq} of session {session_id} is missing")
     base, shared, prompt, sampled = row
     return make_context_link(base, shared, prompt, sampled)
 
@@ -70,7 +70,7 @@ def make_context_link(base: int | None, shared: int | None, prompt: bytes | None
 
 
 def load_context(db: Connection, queries: Queries, session_id: str, seq: int) -> TokenIds:
-    """Empty where no prompt is known."""
+    """Loads an exchange's prompt and sampled ids; empty if no prompt is known."""
     link = load_token_link(db, queries, session_id, seq)
     while link.shared == SHARES_ALL:
         if link.base is None:
@@ -80,13 +80,13 @@ def load_context(db: Connection, queries: Queries, session_id: str, seq: int) ->
 
 
 def split_bytes(data: bytes | bytearray, size: int) -> list[bytes]:
-    """Into pieces of equal size."""
+    """Splits data into pieces of equal size."""
     return [bytes(data[start : start + size]) for start in range(0, len(data), size)]
 
 
 class DamagedStoreError(StoreError):
-    """What is stored can't be read."""
+    """The stored data can't be read."""
 
 
-def damaged_store_error(what: str) -> DamagedStoreError:
-    return DamagedStoreError(f"The store is damaged ({what}); restore it from a backup.")
+def make_damaged_store_error(damage: str) -> DamagedStoreError:
+    return DamagedStoreError(f"The store is damaged ({damage}); restore it from a backup.")

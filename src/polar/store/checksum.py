@@ -1,11 +1,10 @@
-"""A digest of what an exchange is trained on: so that a stored number that changes later, by whatever accident, is
-seen.
+"""A digest of an exchange's training data, by which an accidental change in the store is noticed.
 
-It is computed once, when the exchange is taken in, over the whole arrays; what stands in the database by difference
-must give the same arrays again.
+It is computed once, when the exchange is appended, over the complete arrays; the differences in the database must give
+the same arrays again.
 
-The prompt goes in as its own SHA-256: prompts of a session repeat one another, and whoever checks many of them can
-continue one hash from the other. Rows of older versions have digests of 16 bytes, in which the prompt stands as it is.
+The prompt goes in as its own SHA-256: prompts of a session repeat one another, so a check of many can continue one hash
+from the other. Rows of older versions have digests of 16 bytes, which the prompt's ids go into directly.
 """
 
 from hashlib import sha256
@@ -20,14 +19,14 @@ _LEGACY_DIGEST_BYTES = 16
 
 
 def compute_checksum(exchange: Exchange) -> bytes:
-    """Of the tokens, log-probabilities and versions, of how they were sampled, and of what they belong to."""
+    """Computes the checksum of an exchange's ids, tokens, log-probabilities, versions and sampling parameters."""
     prompt = b"" if exchange.prompt_ids is None else sha256(ids_to_bytes(exchange.prompt_ids)).digest()
     return _FORMAT + _digest(exchange, prompt)
 
 
 def matches_checksum(exchange: Exchange, prompt_digest: bytes) -> bool:
-    """Whether an exchange is what was taken in. It has a checksum; `prompt_digest` is the SHA-256 of its prompt's ids,
-    for whoever has one, and is ignored where there is no prompt."""
+    """Whether an exchange, which must have a checksum, is as it was appended. `prompt_digest` is the SHA-256 of its
+    prompt's ids, and is ignored if there is no prompt."""
     if exchange.checksum is not None and len(exchange.checksum) == _LEGACY_DIGEST_BYTES:  # of an older version
         prompt = b"" if exchange.prompt_ids is None else ids_to_bytes(exchange.prompt_ids)
         return exchange.checksum == _digest(exchange, prompt)

@@ -1,12 +1,12 @@
-"""Group commit: one thread writes, and one transaction carries everything that was waiting when it began.
+"""Group commit: one thread writes, and one transaction has all the work that was waiting when it began.
 
-A caller hands in work and awaits it; the work runs in the writer's thread. While one transaction is being committed the
-next one's work gathers, so the more there is to do the cheaper each write becomes, and a lone write waits for nobody.
+A caller submits work and awaits it; the work runs in the writer's thread. While one transaction is being committed, the
+work of the next one gathers: the higher the load, the cheaper each write, and a lone write never waits.
 
-Invariant: `submit` returns only after the commit, and work that was handed in is done even if nobody waits for it.
+Invariant: `submit` returns only after the commit, and submitted work is done even if its caller was cancelled.
 
 When the database can't write, `failure` says why. The writer then probes it from time to time, so that `failure` is
-cleared soon after the cause is gone, also where nobody writes.
+cleared soon after the cause is gone, even if nobody writes.
 """
 
 import asyncio
@@ -32,29 +32,29 @@ PROBE_SECONDS = 1.0
 
 
 class TransactionBackend(Protocol):
-    """A database's side of it. All of this is called in the writer's thread."""
+    """The transactions of a database. All methods are called in the writer's thread."""
 
     def begin(self) -> None: ...
 
     def commit(self) -> None: ...
 
     def roll_back(self, error: Exception) -> bool:
-        """Rolls back after `error`. True where that was no fault of the work (the connection was lost, say), so that
-        all of it is to be done again; if it was written after all, doing it again must change nothing."""
+        """Rolls back after `error`. Returns True if the work is not at fault (the connection was lost, say) and must be
+        done again. If it was committed after all, doing it again must change nothing."""
         ...
 
     def on_settled(self) -> None:
-        """All work that was begun is written, or has failed for good."""
+        """Called when all work that was begun is committed or has failed for good."""
         ...
 
     def to_store_error(self, error: Exception) -> StoreError: ...
 
     def is_write_failure(self, error: Exception) -> bool:
-        """Whether this error says that the database can't write now, whatever the work is."""
+        """Whether the error says that the database can't write at all now."""
         ...
 
     def probe(self) -> None:
-        """Writes as much as usual work does, inside a transaction; raises where that fails."""
+        """Writes as much as usual work does, inside a transaction. Raises if that fails."""
         ...
 
     def close(self) -> None: ...
@@ -102,12 +102,12 @@ class GroupCommit:
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:
             if self._closed:
-                raise store_closed_error()
+                raise make_store_closed_error()
             self._queue.put(_Job(work, loop, future))
         return await future
 
     async def close(self) -> None:
-        """Returns when all that was handed in is written and the database is closed."""
+        """Returns when all submitted work is done and the database is closed."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -115,9 +115,9 @@ class GroupCommit:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
-        more = True
-        while more:
-            batch, more = self._take_batch()
+        is_open = True
+        while is_open:
+            batch, is_open = self._take_batch()
             if batch:
                 self._run_batch(batch)
                 _resolve_futures(batch)
@@ -126,7 +126,7 @@ class GroupCommit:
         self._transactions.close()
 
     def _take_batch(self) -> tuple[list[_Job], bool]:
-        """Everything that is waiting, and whether there may be more."""
+        """Returns the work that is waiting, and whether the queue is still open."""
         batch: list[_Job] = []
         try:
             job = self._queue.get(timeout=None if self.failure is None else PROBE_SECONDS)
@@ -154,8 +154,8 @@ class GroupCommit:
                     self._fail(job, error)
 
     def _run_transaction(self, batch: Sequence[_Job]) -> bool:
-        """One transaction. False where some work of several failed: then nothing is written and nothing settled, and
-        each is to be tried alone, so that only the one at fault fails."""
+        """Runs a batch in one transaction. Returns False if one of several jobs failed: then nothing is written or
+        settled, and the caller runs each job alone, so that only the one at fault fails."""
         tries = 1
         while True:
             self._transactions.begin()
@@ -190,7 +190,8 @@ class GroupCommit:
         self.failure = failure
 
     def _probe(self) -> None:
-        """A success of ordinary work would prove less: a small write may still fit where larger ones don't."""
+        """Tests whether the database can write again. A success of ordinary work would prove less: a small write may
+        fit on a full disk."""
         try:
             self._transactions.begin()
             try:
@@ -223,5 +224,5 @@ def _resolve_in_loop(jobs: Sequence[_Job]) -> None:
         job.resolve_future()
 
 
-def store_closed_error() -> StoreError:
+def make_store_closed_error() -> StoreError:
     return StoreError("The store is closed; open it again before using it.")

@@ -47,19 +47,20 @@ class Digester:
         self._fields: SizedCache[int, tuple[bytes, bytes]] = SizedCache(self.FIELD_CACHE_BYTES)
 
     def digest_items(self, conversation: Hashable, items: list[Raw]) -> list[bytes]:
-        known, digests = self._items.get(conversation) or ([], [])
+        cached_items, digests = self._items.get(conversation) or ([], [])
         shared = 0
-        for old, new in zip(known, items, strict=False):
-            if old != new:
+        for cached_item, item in zip(cached_items, items, strict=False):
+            if cached_item != item:
                 break
             shared += 1
         digests = digests[:shared] + [compute_digest(item) for item in items[shared:]]
-        kept = known[:shared] + [item.copy() for item in items[shared:]]  # a copy, since a Raw holds its whole request
-        self._items.put(conversation, (kept, digests), self._size(kept))
+        # Items are copied, since a Raw keeps its whole request in memory.
+        cached_items = cached_items[:shared] + [item.copy() for item in items[shared:]]
+        self._items.put(conversation, (cached_items, digests), self._count_bytes(cached_items))
         return digests
 
     def forget(self, conversation: Hashable) -> None:
-        """It has ended."""
+        """Drops what is kept of a conversation that has ended."""
         self._items.drop(conversation)
 
     @property
@@ -67,15 +68,15 @@ class Digester:
         """Bytes held, about."""
         return self._items.size + self._fields.size
 
-    def _size(self, items: list[Raw]) -> int:
+    def _count_bytes(self, items: list[Raw]) -> int:
         return sum(memoryview(item).nbytes for item in items) + self._ITEM_OVERHEAD_BYTES * len(items)
 
     def digest_field(self, field: bytes) -> bytes:
         if len(field) < self.LARGE_FIELD_BYTES:
             return compute_digest(field)
-        known = self._fields.get(len(field))
-        if known is not None and known[0] == field:
-            return known[1]
+        cached = self._fields.get(len(field))
+        if cached is not None and cached[0] == field:
+            return cached[1]
         digest = compute_digest(field)
         self._fields.put(len(field), (field, digest), len(field))
         return digest
@@ -92,7 +93,7 @@ class BaseMatch(NamedTuple):
 
 
 class LineageEntry(NamedTuple):
-    """What a lineage keeps of one exchange."""
+    """An exchange in a lineage."""
 
     exchange_id: str
     last_node: int  # the node of its last item
@@ -153,13 +154,13 @@ class Lineage:
                 return self._entries[ends[bisect_left(ends, seq) - 1]].exchange_id
         return None
 
-    def fields(self, seq: int) -> bytes:
+    def get_fields(self, seq: int) -> bytes:
         return self._entries[seq].fields
 
     def add(
         self, seq: int, exchange_id: str, base: int | None, shared: int, new: Iterable[bytes], fields: bytes
     ) -> None:
-        """Takes in an exchange that is stored against `base`, with `new` after the `shared` first items."""
+        """Adds an exchange that is stored against `base`, with `new` after the first `shared` items."""
         node, count = 0, shared
         if base is not None:
             stored = self._entries[base]
@@ -176,18 +177,18 @@ class Lineage:
             insort(self._seqs_by_last_node.setdefault(node, []), seq)
 
     def _get_or_add_child(self, node: int, digest: bytes) -> int:
-        found = self._children.setdefault((node, digest), len(self._parent_nodes))
-        if found == len(self._parent_nodes):
+        child = self._children.setdefault((node, digest), len(self._parent_nodes))
+        if child == len(self._parent_nodes):
             self._parent_nodes.append(node)
             self._latest_seqs.append(-1)
-        return found
+        return child
 
-    def context_ids(self, seq: int) -> TokenIds | None:
-        """None where it is not held."""
+    def get_context(self, seq: int) -> TokenIds | None:
+        """Returns an exchange's prompt and sampled ids, or None if they are not cached."""
         return self._contexts.get(seq)
 
     def move_context(self, base: int | None, seq: int, context: TokenIds) -> None:
-        """Holds the context of `seq` instead of its base's: the next exchange goes on from here."""
+        """Caches the context of `seq` instead of its base's, since the next exchange probably extends it."""
         if base is not None:
             self._release(base)
         self._contexts[seq] = context

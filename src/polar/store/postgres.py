@@ -48,7 +48,7 @@ _TERMINATE_BACKEND = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHE
 
 
 class PostgresAddress(Struct, frozen=True):
-    """Where a database is."""
+    """The address of a database."""
 
     parameters: dict[str, Any]
     name: str  # without the password
@@ -56,16 +56,16 @@ class PostgresAddress(Struct, frozen=True):
     @classmethod
     def parse(cls, url: str) -> "PostgresAddress":
         try:
-            given = conninfo_to_dict(url)
+            parameters = conninfo_to_dict(url)
         except psycopg.ProgrammingError:
             raise StoreError(
                 "The store's URL can't be read; write postgresql://USER:PASSWORD@HOST:PORT/DATABASE, "
                 "with special characters as %XX."
             ) from None  # what the driver says may hold the password
-        user = f"{given['user']}@" if "user" in given else ""
-        port = f":{given['port']}" if "port" in given else ""
-        name = f"postgresql://{user}{given.get('host', '')}{port}/{given.get('dbname', '')}"
-        return cls(_CONNECTION_DEFAULTS | dict(given), name)
+        user = f"{parameters['user']}@" if "user" in parameters else ""
+        port = f":{parameters['port']}" if "port" in parameters else ""
+        name = f"postgresql://{user}{parameters.get('host', '')}{port}/{parameters.get('dbname', '')}"
+        return cls(_CONNECTION_DEFAULTS | dict(parameters), name)
 
 
 class PostgresConnection:
@@ -87,7 +87,8 @@ class PostgresConnection:
         return self._connection is None or self._connection.closed
 
     def close_if_lost(self, error: Exception) -> bool:
-        """Whether this error ends the connection. The driver may notice that only at the next statement."""
+        """Closes the connection if the error has ended it (the driver may notice that only at the next statement), and
+        returns whether it is lost."""
         if isinstance(error, psycopg.OperationalError) and not isinstance(error, psycopg.errors.PipelineAborted):
             ends = error.sqlstate is None or error.sqlstate.startswith(("08", "57P"))
         else:
@@ -102,8 +103,8 @@ class PostgresConnection:
         return self._connection
 
     def connect(self) -> None:
-        """Tries until the server has been away for `max_outage_seconds`; from then on once, so that callers hear of
-        it at once."""
+        """Connects. Tries again until the server has been away for `max_outage_seconds`; from then on it tries once, so
+        that callers get the error at once."""
         self.close()
         wait_s = 0.02
         while True:
@@ -124,7 +125,7 @@ class PostgresConnection:
     def _connect(self) -> "psycopg.Connection[Any]":
         connection = psycopg.connect(**self._address.parameters, autocommit=True)
         try:
-            _configure(connection)
+            _configure_session(connection)
             if self._is_transactional:
                 self._end_former_transaction(connection)
                 self._backend = connection.execute(_SELECT_BACKEND).fetchone()
@@ -135,8 +136,8 @@ class PostgresConnection:
         return connection
 
     def _end_former_transaction(self, connection: "psycopg.Connection[Any]") -> None:
-        """What was under way when the connection was lost may still be, with all its locks. Before anything is done
-        again it is over, one way or the other."""
+        """Terminates the transaction of the lost connection, which may still run and hold its locks, and waits for its
+        end. Only then may its work be done again."""
         deadline = time.monotonic() + FORMER_TRANSACTION_SECONDS
         while (
             self._backend is not None and connection.execute(_TERMINATE_BACKEND, self._backend).fetchone() is not None
@@ -157,7 +158,7 @@ class PostgresConnection:
             self._connection = None
 
 
-def _configure(connection: "psycopg.Connection[Any]") -> None:
+def _configure_session(connection: "psycopg.Connection[Any]") -> None:
     if connection.execute("SHOW synchronous_commit").fetchone() == ("off",):  # stricter settings stay
         connection.execute("SET synchronous_commit = on")
     for name, seconds in (
@@ -179,13 +180,13 @@ class PostgresConnectionPool:
 
     def execute(self, query: str, parameters: Mapping[str, Any] = {}, /) -> Cursor:
         link = self._get_connection()
-        for left in reversed(range(TRIES)):
+        for remaining_tries in reversed(range(TRIES)):
             if link.is_lost:
                 link.connect()
             try:
                 return link.execute(query, parameters)
             except psycopg.Error as error:
-                if not link.close_if_lost(error) or not left:
+                if not link.close_if_lost(error) or not remaining_tries:
                     raise
         raise AssertionError  # the last try returns or raises
 
@@ -229,26 +230,26 @@ _CONNECTION_ADVICE = (
 )
 
 
-def ignored_failure_error() -> StoreError:
+def make_ignored_failure_error() -> StoreError:
     return StoreError("A transaction went on after one of its statements had failed; let such errors pass.")
 
 
 def to_store_error(error: Exception, address: PostgresAddress) -> StoreError:
-    """What happened, and what to do."""
+    """Converts an error to one that says what happened and what to do."""
     if isinstance(error, StoreError):
         return error
     if isinstance(error, psycopg.errors.PipelineAborted):
-        return ignored_failure_error()
-    said = str(error).strip().partition("\n")[0]
+        return make_ignored_failure_error()
+    first_line = str(error).strip().partition("\n")[0]
     if not isinstance(error, psycopg.Error):
         return StoreError(f"{address.name}: a record is not what its type promises; correct the caller ({error!r}).")
     advice = _ADVICE.get(error.sqlstate or "")
     if advice is None and isinstance(error, psycopg.OperationalError):
-        found = (advice for pattern, advice in _CONNECTION_ADVICE if re.search(pattern, str(error)))
-        advice = next(found, "the server can't be reached; check that it runs, and the URL")
-    if advice is None and "NUL" in said:
+        matching = (advice for pattern, advice in _CONNECTION_ADVICE if re.search(pattern, str(error)))
+        advice = next(matching, "the server can't be reached; check that it runs, and the URL")
+    if advice is None and "NUL" in first_line:
         advice = "PostgreSQL keeps no NUL characters in a text; correct the caller"
-    return StoreError(f"{address.name}: {advice or 'PostgreSQL failed; see its log'} ({said}).")
+    return StoreError(f"{address.name}: {advice or 'PostgreSQL failed; see its log'} ({first_line}).")
 
 
 READING_THREADS = 4
@@ -269,7 +270,7 @@ SCHEMA_SQL = SchemaSql(
 def open_postgres_store(
     url: str, *, max_outage_seconds: float = MAX_OUTAGE_SECONDS, max_lineage_bytes: int = LINEAGE_MEMORY_BYTES
 ) -> RelationalStore:
-    """Opens the database, whose tables are made where it is empty."""
+    """Opens the database, and creates the tables if it is empty."""
     address = PostgresAddress.parse(url)
     sql_queries = load_queries("pyformat")
     try:
@@ -309,7 +310,7 @@ class _PostgresWriter:
         self.recorder.flush_pieces()
         self._pipeline.sync()  # raises what any statement did; and from here on the server's patience with us runs
         if self.connection.driver.info.transaction_status == TransactionStatus.INERROR:  # a COMMIT would undo it all
-            raise ignored_failure_error()
+            raise make_ignored_failure_error()
         self.connection.driver.commit()
         self.recorder.on_commit()
 
@@ -317,11 +318,11 @@ class _PostgresWriter:
         lost = self.connection.close_if_lost(error)
         self._leave_pipeline()
         lost = lost or not self._try_rollback()
-        again = lost or isinstance(error, (errors.DeadlockDetected, errors.SerializationFailure))
+        should_retry = lost or isinstance(error, (errors.DeadlockDetected, errors.SerializationFailure))
         if self.recorder.may_be_written and isinstance(error, errors.UniqueViolation):
-            again = True  # the lost transaction has just been committed: now it can be seen
+            should_retry = True  # the lost transaction has just been committed, and is visible now
         self.recorder.on_rollback(outcome_unknown=lost)
-        return again
+        return should_retry
 
     def _leave_pipeline(self) -> None:
         self._pipeline = None

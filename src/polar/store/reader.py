@@ -1,7 +1,7 @@
-"""Reading: rows to records, whole again, on one connection of any driver.
+"""Reads records from rows and their bases, on one connection of any driver.
 
-A session is read a few exchanges at a time, with queries of their own, so that a slow reader holds no transaction
-open and memory stays the same however long the session is. What the next exchange probably shares is kept at hand.
+A session is read a few exchanges at a time, each with queries of its own, so that a slow reader holds no transaction
+open, and memory does not grow with the session. What the next exchange probably shares is cached.
 """
 
 from collections import deque
@@ -20,10 +20,10 @@ from polar.store.base_link import (
     SHARES_ALL,
     BaseLink,
     DamagedStoreError,
-    damaged_store_error,
     load_context,
     load_token_link,
     make_context_link,
+    make_damaged_store_error,
     resolve_link,
     split_bytes,
 )
@@ -40,46 +40,46 @@ class Reader:
         self._db = connection
         self._queries = queries
 
-    def session(self, session_id: str) -> Session | None:
+    def find_session(self, session_id: str) -> Session | None:
         if not is_valid_id(session_id):
             return None
         row = self._db.execute(self._queries.session, {"session_id": session_id}).fetchone()
         return None if row is None else to_session(row)
 
-    def accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
+    def find_accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
         work = {"run": run, "task_id": task_id, "work_id": work_id}
         row = self._db.execute(self._queries.standing_session, work).fetchone()
         return None if row is None else row[0]
 
-    def session_by_key(self, key_hash: bytes) -> Session | None:
+    def find_session_by_key(self, key_hash: bytes) -> Session | None:
         row = self._db.execute(self._queries.session_by_key, {"key_hash": key_hash}).fetchone()
         return None if row is None else to_session(row)
 
-    def sessions(self, limit: int, before: str | None) -> list[Session]:
+    def list_sessions(self, limit: int, before: str | None) -> list[Session]:
         if before is None:
             rows = self._db.execute(self._queries.newest_sessions, {"limit": limit}).fetchall()
         else:
-            last = self.session(before)
-            if last is None:
+            last_session = self.find_session(before)
+            if last_session is None:
                 raise StoreError(f"There is no session {before} to list from; start again from the newest.")
-            place = {"created_at": last.created_at, "session_id": before, "limit": limit}
-            rows = self._db.execute(self._queries.sessions_before, place).fetchall()
+            position = {"created_at": last_session.created_at, "session_id": before, "limit": limit}
+            rows = self._db.execute(self._queries.sessions_before, position).fetchall()
         return [to_session(row) for row in rows]
 
-    def policy_versions(self) -> dict[str, int]:
+    def read_policy_versions(self) -> dict[str, int]:
         return dict(self._db.execute(self._queries.policies, {}).fetchall())
 
-    def usage_totals(self, session_id: str) -> UsageTotals:
-        used = UsageTotals()
+    def read_usage_totals(self, session_id: str) -> UsageTotals:
+        totals = UsageTotals()
         for status, detail in self._db.execute(self._queries.details, {"session_id": session_id}).fetchall():
-            used.add(decode_usage(detail), answered=status == "complete")
-        return used
+            totals.add(decode_usage(detail), answered=status == "complete")
+        return totals
 
-    def next_seq(self, session_id: str) -> int:
-        found: int = self._db.execute(self._queries.next_seq, {"session_id": session_id}).fetchone()[0]
-        return found
+    def read_next_seq(self, session_id: str) -> int:
+        seq: int = self._db.execute(self._queries.next_seq, {"session_id": session_id}).fetchone()[0]
+        return seq
 
-    def context_ids(self, session_id: str, seq: int) -> TokenIds:
+    def read_context_ids(self, session_id: str, seq: int) -> TokenIds:
         return load_context(self._db, self._queries, session_id, seq)
 
     def export_session(self, session_id: str) -> bytes:
@@ -89,38 +89,38 @@ class Reader:
         return SessionScan(self._db, self._queries, session_id)
 
     def read_sessions(self, session_ids: Iterable[str | None]) -> Iterator[list[SessionRecord]]:
-        """A step reads as much as takes about as long as going from thread to thread: several short sessions, or some
-        of a long one, and then there may be none to show for it."""
-        whole: list[SessionRecord] = []
-        read = 0.0
+        """Yields the sessions that each step has completed. A step takes about as long as a switch of threads: it reads
+        several short sessions, or a part of a long one, and then yields an empty list."""
+        completed: list[SessionRecord] = []
+        step_share = 0.0
         for session_id in session_ids:
-            found = SessionRecord()
+            record = SessionRecord()
             try:
-                found.session = None if session_id is None else self.session(session_id)
-                exchanges = None if found.session is None else self.scan_exchanges(found.session.session_id)
-                while exchanges is not None and (some := exchanges.read_batch()):
-                    found.exchanges += some
-                    read += sum(_step_share(exchange) for exchange in some)
-                    if read >= 1:
-                        yield whole
-                        whole, read = [], 0.0
-            except (DamagedStoreError, ValueError) as error:  # it alone: the others can be read
-                found = SessionRecord(damage=str(error))
-            whole.append(found)
-            read += 1 / _STEP_SESSIONS
-            if read >= 1:
-                yield whole
-                whole, read = [], 0.0
-        yield whole
+                record.session = None if session_id is None else self.find_session(session_id)
+                scan = None if record.session is None else self.scan_exchanges(record.session.session_id)
+                while scan is not None and (batch := scan.read_batch()):
+                    record.exchanges += batch
+                    step_share += sum(_measure_step_share(exchange) for exchange in batch)
+                    if step_share >= 1:
+                        yield completed
+                        completed, step_share = [], 0.0
+            except (DamagedStoreError, ValueError) as error:  # the other sessions can still be read
+                record = SessionRecord(damage=str(error))
+            completed.append(record)
+            step_share += 1 / _STEP_SESSIONS
+            if step_share >= 1:
+                yield completed
+                completed, step_share = [], 0.0
+        yield completed
 
 
 _STEP_SESSIONS, _STEP_EXCHANGES, _STEP_TOKENS = 32, 16, 100_000
 
 
-def _step_share(exchange: Exchange) -> float:
-    """Of a step, the share that it takes."""
-    ids = exchange.prompt_ids, exchange.sampled_ids
-    tokens = sum(0 if some is None else len(some) for some in ids)
+def _measure_step_share(exchange: Exchange) -> float:
+    """Returns which share of a step an exchange takes."""
+    arrays = exchange.prompt_ids, exchange.sampled_ids
+    tokens = sum(0 if ids is None else len(ids) for ids in arrays)
     return max(1 / _STEP_EXCHANGES, tokens / _STEP_TOKENS)
 
 
@@ -148,16 +148,16 @@ class SessionScan:
         self._decode_fields = msgspec.msgpack.Decoder(dict[str, FieldEntry]).decode
 
     def read_batch(self) -> list[Exchange]:
-        """The next few, none at the end: going from thread to thread takes as long as reading a short one."""
-        found: list[Exchange] = []
+        """Reads the next few exchanges; none at the end. A switch of threads takes as long as reading a short one."""
+        batch: list[Exchange] = []
         tokens = 0
-        while len(found) < self._BATCH_EXCHANGES and tokens < self._BATCH_TOKENS:
+        while len(batch) < self._BATCH_EXCHANGES and tokens < self._BATCH_TOKENS:
             exchange = self.read_next()
             if exchange is None:
                 break
-            found.append(exchange)
+            batch.append(exchange)
             tokens += 0 if exchange.prompt_ids is None else len(exchange.prompt_ids)
-        return found
+        return batch
 
     def read_next(self) -> Exchange | None:
         if not self._rows:
@@ -168,36 +168,35 @@ class SessionScan:
         return to_exchange(row, self._load_raw_request(row), self._load_prompt(row))
 
     def _fetch_rows(self) -> None:
-        """The next rows, and the pieces that are new with them: a server elsewhere is asked few times."""
-        place = {"session_id": self._session_id, "after": self._after, "limit": self._ROWS_PER_QUERY}
-        found = self._db.execute(self._queries.next_exchanges, place).fetchall()
-        rows = [msgspec.convert(row, ExchangeRow) for row in found]
+        """Fetches the next rows and their new pieces, with few queries, since the server may be remote."""
+        position = {"session_id": self._session_id, "after": self._after, "limit": self._ROWS_PER_QUERY}
+        fetched = self._db.execute(self._queries.next_exchanges, position).fetchall()
+        rows = [msgspec.convert(row, ExchangeRow) for row in fetched]
         self._rows.extend(rows)
         if rows:
             self._after = rows[-1].seq
         if self._pieces_size > self._MAX_PIECE_BYTES:
             self._pieces.clear()
             self._pieces_size = 0
-        new = dict.fromkeys(digest for row in rows for digest in self._digests(row) if digest not in self._pieces)
-        missing = list(new)
-        for first in range(0, len(missing), len(_DIGEST_PARAMETERS)):
-            some = missing[first : first + len(_DIGEST_PARAMETERS)]
-            wanted = dict(
-                zip(_DIGEST_PARAMETERS, some + some[-1:] * (len(_DIGEST_PARAMETERS) - len(some)), strict=True)
-            )
-            for digest, data in self._db.execute(self._queries.blobs, wanted).fetchall():
+        digests = (digest for row in rows for digest in self._list_own_digests(row))
+        missing = list(dict.fromkeys(digest for digest in digests if digest not in self._pieces))
+        count = len(_DIGEST_PARAMETERS)
+        for start in range(0, len(missing), count):
+            chunk = missing[start : start + count]
+            parameters = dict(zip(_DIGEST_PARAMETERS, chunk + chunk[-1:] * (count - len(chunk)), strict=True))
+            for digest, data in self._db.execute(self._queries.blobs, parameters).fetchall():
                 self._pieces[bytes(digest)] = Raw(data)
                 self._pieces_size += len(data)
 
-    def _digests(self, row: ExchangeRow) -> Iterator[bytes]:
-        """Of the pieces that it does not share with its base."""
+    def _list_own_digests(self, row: ExchangeRow) -> Iterator[bytes]:
+        """Yields the digests of the pieces that a row does not share with its base."""
         yield from split_bytes(row.items, DIGEST_SIZE)
         if row.fields is not None:
             yield from (entry.data for entry in self._decode_fields(row.fields).values() if entry.is_digest)
 
     def _load_raw_request(self, row: ExchangeRow) -> RawRequest:
         link = BaseLink(row.base, row.shared_items * DIGEST_SIZE, row.items)
-        digests = resolve_link(link, self._request_link, self._item_digests)
+        digests = resolve_link(link, self._load_request_link, self._item_digests)
         table = self._load_field_table(row.base, row.fields)
         self._item_digests[row.seq] = digests
         self._fields[row.seq] = table
@@ -223,18 +222,19 @@ class SessionScan:
         self._contexts[row.seq] = context
         return bytes_to_ids(context[: len(context) - len(row.sampled or b"")])
 
-    def _load_field_table(self, base: int | None, own: bytes | None) -> bytes:
-        met: set[int | None] = set()
-        while own is None:
-            if base is None or base in met:
-                raise damaged_store_error(f"session {self._session_id} has an exchange without fields")
-            met.add(base)
-            own = self._fields.get(base)
-            if own is None:
-                base, _, _, own = self._select_request(base)
-        return own
+    def _load_field_table(self, base: int | None, table: bytes | None) -> bytes:
+        """Returns an exchange's own table of fields, or else that of the nearest base that has one."""
+        visited: set[int | None] = set()
+        while table is None:
+            if base is None or base in visited:
+                raise make_damaged_store_error(f"session {self._session_id} has an exchange without fields")
+            visited.add(base)
+            table = self._fields.get(base)
+            if table is None:
+                base, _, _, table = self._select_request(base)
+        return table
 
-    def _request_link(self, seq: int) -> BaseLink:
+    def _load_request_link(self, seq: int) -> BaseLink:
         base, shared_items, items, _ = self._select_request(seq)
         return BaseLink(base, shared_items * DIGEST_SIZE, items)
 
@@ -243,7 +243,7 @@ class SessionScan:
             self._queries.request_link, {"session_id": self._session_id, "seq": seq}
         ).fetchone()
         if row is None:
-            raise damaged_store_error(f"exchange {seq} of session {self._session_id} is missing")
+            raise make_damaged_store_error(f"exchange {seq} of session {self._session_id} is missing")
         return row
 
     def _load_piece(self, digest: bytes) -> Raw:
@@ -251,7 +251,7 @@ class SessionScan:
         if piece is None:
             row = self._db.execute(self._queries.blob, {"digest": digest}).fetchone()
             if row is None:
-                raise damaged_store_error(f"piece {digest.hex()} of session {self._session_id} is missing")
+                raise make_damaged_store_error(f"piece {digest.hex()} of session {self._session_id} is missing")
             piece = self._pieces[digest] = Raw(row[0])
             self._pieces_size += len(row[0])
         return piece

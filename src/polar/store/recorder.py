@@ -1,12 +1,12 @@
-"""Writing: records to rows, by difference, on one connection of any driver.
+"""Writes records as rows, by difference, on one connection of any driver.
 
 Everything here runs in the one thread that owns the connection, inside a transaction that the caller opens and closes.
-The lineages in memory run ahead of the database within a transaction, so a rollback forgets those it touched. Pieces
-wait until `finish`, which comes before the commit: each goes in once, and all in one order, so that processes that
-write the same pieces wait for one another and never in a circle.
+The lineages in memory run ahead of the database within a transaction, so a rollback drops those it touched. Pieces wait
+until `flush_pieces`, which comes before the commit: each is inserted once, and all in one order, so that processes that
+write the same pieces never deadlock.
 
-Where a commit was interrupted, nobody knows whether it happened. The same work is then done again, and what it finds
-written already, by its id, it leaves as it is.
+If a commit was interrupted, it is unknown whether it took place. The same work is then done again; records whose ids
+are stored already stay as they are.
 """
 
 import math
@@ -22,18 +22,18 @@ from polar.errors import StoreError
 from polar.records.exchange import Exchange, ExchangeStatus, RawRequest, StartedCall, TokenIds
 from polar.records.session import Session, Verdict
 from polar.store import session_copy
-from polar.store.arrays import NO_IDS, ids_to_bytes, shared_prefix_length
+from polar.store.arrays import NO_IDS, count_shared_prefix, ids_to_bytes
 from polar.store.base_link import load_context, split_bytes
 from polar.store.checksum import compute_checksum
 from polar.store.lineage import DIGEST_SIZE, Digester, Lineage
 from polar.store.rows import (
     ExchangeDifference,
     FieldEntry,
+    build_exchange_parameters,
+    build_session_parameters,
     encode_evidence,
     encode_turn_rewards,
-    exchange_parameters,
     is_valid_id,
-    session_parameters,
     to_session,
 )
 from polar.store.session_copy import SessionCopy
@@ -73,7 +73,7 @@ class Recorder:
         return self.lineages.size + self._digester.size
 
     def flush_pieces(self) -> None:
-        """The last of a transaction."""
+        """Inserts the new pieces. It must be the last step of a transaction."""
         if self._pieces:
             ordered = sorted(self._pieces)
             self._db.executemany(
@@ -86,19 +86,20 @@ class Recorder:
         self._touched.clear()
 
     def on_settled(self) -> None:
-        """No work is left over from a connection that was lost."""
+        """Called when no work of a lost connection is left."""
         self.may_be_written = False
 
     def on_rollback(self, *, outcome_unknown: bool = False) -> None:
-        """`perhaps`: or else committed, since the connection was lost."""
+        """Drops what the transaction added to memory. With `outcome_unknown` (the connection was lost) it may have been
+        committed."""
         self.may_be_written = self.may_be_written or outcome_unknown
         self._pieces.clear()
         for session_id in self._touched:
             self.lineages.drop(session_id)
         self._touched.clear()
 
-    def store_id(self) -> str:
-        """Made by whoever asks first."""
+    def ensure_store_id(self) -> str:
+        """Returns the store's id, and creates it if there is none."""
         self._db.execute(self._queries.make_store_id, {"value": secrets.token_hex(16)})
         return str(self._db.execute(self._queries.store_id, {}).fetchone()[0])
 
@@ -110,7 +111,7 @@ class Recorder:
         _check_reward(session.reward)
         if self.may_be_written and self._is_session_stored(session):
             return
-        self._db.execute(self._queries.insert_session, session_parameters(session))
+        self._db.execute(self._queries.insert_session, build_session_parameters(session))
 
     def end_session(self, session_id: str, ended_at: float, verdict: Verdict) -> Session | None:
         for reward in (verdict.reward, *verdict.turn_rewards.values()):
@@ -142,7 +143,7 @@ class Recorder:
             raise StoreError(f"There is no exchange {exchange_id} to amend; append it first.")
 
     def append(self, exchange: Exchange) -> str | None:
-        """Returns the parent's id."""
+        """Stores an exchange by difference, and returns its parent's id."""
         exchange.checksum = compute_checksum(exchange)
         if self.may_be_written and (stored := self._find_stored_exchange(exchange)) is not None:
             return stored.parent
@@ -158,13 +159,13 @@ class Recorder:
         new = digests[shared_items:]
         fields, field_pieces = self._split_fields(exchange.raw_request.fields)
         own_fields: bytes | None = fields
-        if base is not None and fields == lineage.fields(base):
-            own_fields, fields = None, lineage.fields(base)  # one object for all turns
+        if base is not None and fields == lineage.get_fields(base):
+            own_fields, fields = None, lineage.get_fields(base)  # one object for all turns
 
         context = NO_IDS if base is None else self._load_context(lineage, session_id, base)
         shared_tokens = prompt = None
         if exchange.prompt_ids is not None:
-            shared_tokens = shared_prefix_length(exchange.prompt_ids, context)
+            shared_tokens = count_shared_prefix(exchange.prompt_ids, context)
             prompt = ids_to_bytes(exchange.prompt_ids[shared_tokens:])
             context = _concatenate(exchange.prompt_ids, exchange.sampled_ids)
 
@@ -177,7 +178,7 @@ class Recorder:
             shared_tokens=shared_tokens,
             prompt=prompt,
         )
-        self._db.execute(self._queries.insert_exchange, exchange_parameters(exchange, difference))
+        self._db.execute(self._queries.insert_exchange, build_exchange_parameters(exchange, difference))
         self._pieces.update(zip(new, items[shared_items:], strict=True))
         if own_fields is not None:
             self._pieces.update(field_pieces)
@@ -199,7 +200,7 @@ class Recorder:
         return recorded
 
     def import_copy(self, copy: SessionCopy) -> str:
-        """A session of another store's. Returns its id."""
+        """Stores the copy of another store's session, and returns its id."""
         session_id = copy.session.session_id
         _check_reward(copy.session.reward)
         if session_copy.insert_copy(self._db, self._queries, copy):
@@ -226,7 +227,7 @@ class Recorder:
         return StoredExchange(*row)
 
     def _split_fields(self, fields: dict[str, Raw]) -> tuple[bytes, Pieces]:
-        """The table of fields, and the pieces that it names."""
+        """Returns the table of fields, and the pieces that it names."""
         table: dict[str, FieldEntry] = {}
         pieces: Pieces = {}
         for name, raw in fields.items():
@@ -240,16 +241,16 @@ class Recorder:
         return self._encode(table), pieces
 
     def _load_context(self, lineage: Lineage, session_id: str, seq: int) -> TokenIds:
-        held = lineage.context_ids(seq)
-        return load_context(self._db, self._queries, session_id, seq) if held is None else held
+        cached = lineage.get_context(seq)
+        return load_context(self._db, self._queries, session_id, seq) if cached is None else cached
 
     def _load_lineage(self, session_id: str) -> Lineage:
-        """From the database: after a restart, or when the session was idle for long. A base may have a higher `seq`
-        (calls end in any order), so each goes in after its own base. One whose base is of an earlier lineage is left
-        out."""
+        """Loads a lineage after a restart, or when the session was idle for long. A base may have a higher `seq` (calls
+        end in any order), so each exchange is added after its base. Exchanges whose base is of an earlier lineage are
+        left out."""
         lineage = Lineage()
-        found = self._db.execute(self._queries.latest_request_links, {"session_id": session_id}).fetchall()
-        rows = {seq: row for seq, *row in found}
+        links = self._db.execute(self._queries.latest_request_links, {"session_id": session_id}).fetchall()
+        rows = {seq: row for seq, *row in links}
         fields: dict[int, bytes] = {}
         for first in rows:
             chain = [first]
@@ -259,8 +260,8 @@ class Recorder:
                 continue
             for seq in reversed(chain):
                 if seq not in fields:
-                    exchange_id, base, shared_items, items, own = rows[seq]
-                    fields[seq] = fields[base] if own is None else own
+                    exchange_id, base, shared_items, items, own_fields = rows[seq]
+                    fields[seq] = fields[base] if own_fields is None else own_fields
                     lineage.add(seq, exchange_id, base, shared_items, split_bytes(items, DIGEST_SIZE), fields[seq])
         return lineage
 

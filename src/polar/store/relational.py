@@ -1,4 +1,4 @@
-"""The store over any database that has the schema: what `sqlite` and `postgres` have in common.
+"""The store over any SQL database: the common part of `sqlite` and `postgres`.
 
 One thread writes on a connection of its own, with group commit; others read.
 """
@@ -13,8 +13,8 @@ from polar.errors import StoreError
 from polar.records.exchange import Exchange, ExchangeStatus, StartedCall, TokenIds
 from polar.records.session import Session, SessionRecord, Verdict
 from polar.store import session_copy
-from polar.store.base_link import damaged_store_error
-from polar.store.group_commit import GroupCommit, TransactionBackend, store_closed_error
+from polar.store.base_link import make_damaged_store_error
+from polar.store.group_commit import GroupCommit, TransactionBackend, make_store_closed_error
 from polar.store.reader import Reader
 from polar.store.recorder import Recorder
 from polar.store.sql import Connection, ParameterStyle, WritingConnection
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LINEAGE_MEMORY_BYTES = 64 * 1024 * 1024
-"""For what the writer keeps of sessions, to store the next exchange by difference."""
+"""Memory for the lineages of sessions, by which the writer stores the next exchange by difference."""
 
 
 class WriterBackend(TransactionBackend, Protocol):
-    """Where the writing thread writes."""
+    """What the writing thread needs of a database."""
 
     @property
     def connection(self) -> WritingConnection: ...
@@ -39,11 +39,11 @@ class WriterBackend(TransactionBackend, Protocol):
 
 
 class ReaderBackend(Protocol):
-    """Where the reading threads read."""
+    """What the reading threads need of a database."""
 
     @property
     def connection(self) -> Connection:
-        """For whichever reading thread it is used in."""
+        """The connection of the reading thread that uses it."""
         ...
 
     @property
@@ -54,7 +54,7 @@ class ReaderBackend(Protocol):
 
     @property
     def driver_error(self) -> type[Exception]:
-        """What the driver raises."""
+        """The base class of the driver's exceptions."""
         ...
 
     def to_store_error(self, error: Exception) -> StoreError: ...
@@ -63,7 +63,7 @@ class ReaderBackend(Protocol):
 
 
 class RelationalStore:
-    """Implements `Store`. A session's exchanges are to be written through one open store at a time; others may read."""
+    """Implements `Store`. A session's exchanges must be written through one open store at a time; others may read."""
 
     def __init__(self, writer: WriterBackend, readers: ReaderBackend, location: str, style: ParameterStyle) -> None:
         self._location = location
@@ -105,21 +105,22 @@ class RelationalStore:
         """Runs `work` in the writing thread, inside a transaction that it may share with other work; returns its result
         once that is durable.
 
-        It may be run several times, though only the last one stays: when something else in the same transaction fails,
-        or when the connection is lost. In that last case the one before is over, but may have been committed all the
-        same. So it must be idempotent in the database, and may change nothing but the database.
+        The work may run several times: when other work in the transaction fails, or when the connection is lost. In
+        the latter case the previous run may have been committed all the same. So `work` must be idempotent in the
+        database, and must change nothing else.
 
-        A statement that fails may raise only later, and at any place; `work` must let that pass. What it raises on
-        purpose is a StoreError: that undoes this work alone, and reaches the caller as it is."""
+        A failed statement may raise only later, anywhere in `work`, which must not catch that. To fail on purpose,
+        `work` raises a StoreError: that undoes this work alone, and reaches the caller unchanged."""
         return await self._group_commit.submit(lambda: work(self._connection))
 
     async def query(self, work: Callable[[Connection], T]) -> T:
-        """Runs `work` in a reading thread. Each statement is by itself: it sees what is committed when it begins."""
+        """Runs `work` in a reading thread, without a transaction: each statement sees what is committed when it
+        begins."""
         return await self._read(lambda: work(self._readers.connection))
 
-    async def store_id(self) -> str:
-        """Whoever has the same one shares the store."""
-        return await self._group_commit.submit(self._recorder.store_id)
+    async def ensure_store_id(self) -> str:
+        """Returns the store's id, by which two processes see whether they share a store."""
+        return await self._group_commit.submit(self._recorder.ensure_store_id)
 
     async def create_session(self, session: Session) -> None:
         await self._group_commit.submit(lambda: self._recorder.create_session(session))
@@ -142,32 +143,32 @@ class RelationalStore:
     async def set_policy_versions(self, versions: Mapping[str, int]) -> None:
         await self._group_commit.submit(lambda: self._recorder.set_policy_versions(versions))
 
-    async def policy_versions(self) -> dict[str, int]:
-        return await self._read(self._reader.policy_versions)
+    async def read_policy_versions(self) -> dict[str, int]:
+        return await self._read(self._reader.read_policy_versions)
 
-    async def session(self, session_id: str) -> Session | None:
-        return await self._read(lambda: self._reader.session(session_id))
+    async def find_session(self, session_id: str) -> Session | None:
+        return await self._read(lambda: self._reader.find_session(session_id))
 
-    async def accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
-        return await self._read(lambda: self._reader.accepted_session(run, task_id, work_id))
+    async def find_accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
+        return await self._read(lambda: self._reader.find_accepted_session(run, task_id, work_id))
 
-    async def session_by_key(self, key_hash: bytes) -> Session | None:
-        return await self._read(lambda: self._reader.session_by_key(key_hash))
+    async def find_session_by_key(self, key_hash: bytes) -> Session | None:
+        return await self._read(lambda: self._reader.find_session_by_key(key_hash))
 
-    async def sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
-        return await self._read(lambda: self._reader.sessions(limit, before))
+    async def list_sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
+        return await self._read(lambda: self._reader.list_sessions(limit, before))
 
-    async def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
-        reading = self._reader.scan_exchanges(session_id)
-        while some := await self._read(reading.read_batch):
-            for exchange in some:
+    async def read_exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
+        scan = self._reader.scan_exchanges(session_id)
+        while batch := await self._read(scan.read_batch):
+            for exchange in batch:
                 yield exchange
 
     async def read_sessions(self, session_ids: Iterable[str | None]) -> AsyncIterator[list[SessionRecord]]:
-        reading = self._reader.read_sessions(session_ids)
-        while (some := await self._read(lambda: next(reading, None))) is not None:
-            if some:
-                yield some
+        batches = self._reader.read_sessions(session_ids)
+        while (batch := await self._read(lambda: next(batches, None))) is not None:
+            if batch:
+                yield batch
 
     async def export_session(self, session_id: str) -> bytes:
         return await self._read(lambda: self._reader.export_session(session_id))
@@ -176,17 +177,17 @@ class RelationalStore:
         copy = await asyncio.to_thread(session_copy.unpack, data)
         return await self._group_commit.submit(lambda: self._recorder.import_copy(copy))
 
-    async def context_ids(self, session_id: str, seq: int) -> TokenIds:
-        return await self._read(lambda: self._reader.context_ids(session_id, seq))
+    async def read_context_ids(self, session_id: str, seq: int) -> TokenIds:
+        return await self._read(lambda: self._reader.read_context_ids(session_id, seq))
 
-    async def usage_totals(self, session_id: str) -> UsageTotals:
-        return await self._read(lambda: self._reader.usage_totals(session_id))
+    async def read_usage_totals(self, session_id: str) -> UsageTotals:
+        return await self._read(lambda: self._reader.read_usage_totals(session_id))
 
-    async def next_seq(self, session_id: str) -> int:
-        return await self._read(lambda: self._reader.next_seq(session_id))
+    async def read_next_seq(self, session_id: str) -> int:
+        return await self._read(lambda: self._reader.read_next_seq(session_id))
 
     async def close(self) -> None:
-        """Writes what is waiting, then closes. Calling it again does no harm."""
+        """Writes what is waiting, then closes. It may be called again."""
         self._closed = True
         await self._group_commit.close()
         await asyncio.to_thread(self._reader_threads.shutdown)
@@ -194,10 +195,10 @@ class RelationalStore:
 
     async def _read(self, work: Callable[[], T]) -> T:
         if self._closed:
-            raise store_closed_error()
+            raise make_store_closed_error()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reader_threads, work)
         except self._readers.driver_error as error:
             raise self._readers.to_store_error(error) from error
         except ValueError as error:  # msgspec's among them
-            raise damaged_store_error(f"{self._location}: {error}") from error
+            raise make_damaged_store_error(f"{self._location}: {error}") from error

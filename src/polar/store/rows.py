@@ -1,4 +1,4 @@
-"""Records as rows, and back. What one may want to select by is a column; the rest is JSON that a person can read."""
+"""Conversion between records and rows. Fields that queries may select by are columns; the others are readable JSON."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -113,7 +113,7 @@ _logprobs = msgspec.msgpack.Decoder(list[TokenLogprob])
 
 
 def is_valid_id(text: str) -> bool:
-    """False for what no database can be asked for; such an id may come over HTTP, and belongs to nothing."""
+    """Whether a database can be asked for this id. Others may come over HTTP, and belong to no record."""
     return text.isprintable()
 
 
@@ -125,7 +125,7 @@ def encode_evidence(evidence: list[Evidence]) -> str | None:
     return _json.encode(evidence).decode() if evidence else None
 
 
-def session_parameters(session: Session) -> dict[str, object]:
+def build_session_parameters(session: Session) -> dict[str, object]:
     return {
         "session_id": session.session_id,
         "key_hash": session.key_hash,
@@ -158,10 +158,10 @@ def to_session(row: Sequence[object]) -> Session:
     )
 
 
-def exchange_parameters(exchange: Exchange, difference: ExchangeDifference) -> dict[str, object]:
-    reply, listed = exchange.reply, None
+def build_exchange_parameters(exchange: Exchange, difference: ExchangeDifference) -> dict[str, object]:
+    reply, reply_logprobs = exchange.reply, None
     if reply is not None and reply.logprobs is not None:
-        listed = _msgpack.encode(reply.logprobs)
+        reply_logprobs = _msgpack.encode(reply.logprobs)
         reply = msgspec.structs.replace(reply, logprobs=None)
     detail = ExchangeDetail(
         exchange.params,
@@ -201,7 +201,7 @@ def exchange_parameters(exchange: Exchange, difference: ExchangeDifference) -> d
         "sampled": None if exchange.sampled_ids is None else ids_to_bytes(exchange.sampled_ids),
         "logprobs": None if exchange.logprobs is None else logprobs_to_bytes(exchange.logprobs),
         "reply": None if reply is None else _json.encode(reply).decode(),
-        "reply_logprobs": listed,
+        "reply_logprobs": reply_logprobs,
         "routed_experts": exchange.routed_experts,
         "checksum": exchange.checksum,
     }
@@ -211,7 +211,7 @@ def decode_usage(detail: str) -> Usage:
     return _detail.decode(detail).usage
 
 
-def to_exchange(row: ExchangeRow, wire: RawRequest, prompt_ids: TokenIds | None) -> Exchange:
+def to_exchange(row: ExchangeRow, raw_request: RawRequest, prompt_ids: TokenIds | None) -> Exchange:
     detail = _detail.decode(row.detail)
     reply = None if row.reply is None else _reply.decode(row.reply)
     if reply is not None and row.reply_logprobs is not None:
@@ -223,7 +223,7 @@ def to_exchange(row: ExchangeRow, wire: RawRequest, prompt_ids: TokenIds | None)
         dialect=row.dialect,
         params=detail.params,
         hints=detail.hints,
-        raw_request=wire,
+        raw_request=raw_request,
         status=row.status,
         started_at=row.started_at,
         ended_at=row.ended_at,

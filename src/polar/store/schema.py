@@ -1,7 +1,7 @@
-"""Making a database ours: the tables of an empty one, and the steps that make an older one new.
+"""Creates the tables of an empty database, and migrates an older one.
 
-Several processes may open one database at the same moment: whoever finds something to do looks again once it alone
-may write.
+Several processes may open one database at the same moment: a process that finds something to do looks again once it has
+the exclusive lock.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from polar.store.sql import SCHEMA_VERSION, Connection, Queries, load_migrations
 
 
 class SchemaSql(Struct, frozen=True):
-    """What databases say differently."""
+    """The statements that differ between databases."""
 
     begin_exclusive: Sequence[str]  # begins a transaction that no other process is in
     select_tables: str  # selects the names of all tables
@@ -22,16 +22,17 @@ class SchemaSql(Struct, frozen=True):
 
 
 def ensure_schema(db: Connection, queries: Queries, schema_sql: SchemaSql, location: str) -> None:
-    """Refuses a database that is somebody else's, or newer than this version of Polar."""
+    """Creates or migrates the schema. Raises StoreError for a database of another program, or one that is newer than
+    this version of Polar."""
     if not _list_tables(db, schema_sql):
-        with _exclusive_transaction(db, schema_sql):
+        with _open_exclusive_transaction(db, schema_sql):
             if not _list_tables(db, schema_sql):
                 _run(db, load_schema())
     if "polar_schema" not in _list_tables(db, schema_sql):
         raise StoreError(f"{location} is a database, but not one of Polar's; choose {schema_sql.alternative}.")
     steps = load_migrations()
     if _read_version(db, queries) in steps:
-        with _exclusive_transaction(db, schema_sql):
+        with _open_exclusive_transaction(db, schema_sql):
             while (version := _read_version(db, queries)) in steps:
                 _run(db, steps[version])
     version = _read_version(db, queries)
@@ -57,8 +58,8 @@ def _run(db: Connection, statements: Sequence[str]) -> None:
 
 
 @contextmanager
-def _exclusive_transaction(db: Connection, schema_sql: SchemaSql) -> Iterator[None]:
-    """A transaction. One that fails is rolled back when its connection is closed, since nothing else comes of it."""
+def _open_exclusive_transaction(db: Connection, schema_sql: SchemaSql) -> Iterator[None]:
+    """Opens a transaction. If it fails, closing the connection rolls it back, which the caller does then."""
     _run(db, schema_sql.begin_exclusive)
     yield
     db.execute("COMMIT")

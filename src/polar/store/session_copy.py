@@ -1,11 +1,11 @@
-"""A session as bytes, for another store: its rows as they are stored, by difference, and the pieces that they name.
+"""Copies of sessions for other stores: rows as they are stored, by difference, and the pieces that they name.
 
-So a copy is as large as what the session takes in the store, however long its prompts are. A key travels as its hash.
+So a copy is as large as the session is in the store, however long its prompts are. It has the hash of the key only.
 
     [version, checksum of the body, body]    MessagePack, and so is the body: [session, exchanges, pieces]
 
-A copy is taken in whole or not at all. What both stores have must be the same; what is new is added. So a copy may come
-twice, and one that is made later brings an earlier one up to date.
+A copy is imported completely or not at all. Rows that both stores have must be the same; new ones are added. So a copy
+may be imported twice, and a later copy updates an earlier one.
 """
 
 import math
@@ -18,20 +18,20 @@ from msgspec import Raw, Struct
 from polar.errors import StoreError
 from polar.records.exchange import RawRequest
 from polar.store.arrays import ID_SIZE
-from polar.store.base_link import damaged_store_error, split_bytes
+from polar.store.base_link import make_damaged_store_error, split_bytes
 from polar.store.lineage import DIGEST_SIZE, compute_digest
 from polar.store.rows import ExchangeRow, FieldEntry, SessionRow, is_valid_id, to_exchange, to_session
 from polar.store.sql import Connection, Queries, WritingConnection
 
 FORMAT_VERSION = 2
-"""Of the format, which the columns of the rows are part of."""
+"""Version of the format, which includes the columns of the rows."""
 
 _READABLE_VERSIONS = (1, 2)
 """Version 1 has no evidence."""
 
 
 class CopyRefusedError(StoreError):
-    """A copy can't be taken in, now or later: it is at fault, not the store."""
+    """A copy can't be imported, now or later: the copy is at fault, not the store."""
 
 
 class SessionCopy(Struct):
@@ -63,18 +63,18 @@ def pack(copy: SessionCopy) -> bytes:
 
 
 def unpack(data: bytes) -> SessionCopy:
-    """Whole and consistent, or CopyRefusedError."""
+    """Decodes and checks a copy. Raises CopyRefusedError if it is damaged or inconsistent."""
     try:
         envelope = _envelope_decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise _damaged_copy_error(f"it is no copy: {error}") from error
+        raise _make_damaged_copy_error(f"it is no copy: {error}") from error
     if envelope.version not in _READABLE_VERSIONS:
         raise CopyRefusedError(
             f"A copy of a session has version {envelope.version}, and this Polar knows version {FORMAT_VERSION}; "
             f"use one Polar on both sides."
         )
     if sha256(envelope.body).digest() != envelope.checksum:
-        raise _damaged_copy_error("its checksum is another")
+        raise _make_damaged_copy_error("its checksum is another")
     try:
         body = _body_decoder.decode(envelope.body)
         copy = SessionCopy(body.session, body.exchanges, {compute_digest(piece): piece for piece in body.pieces})
@@ -83,77 +83,77 @@ def unpack(data: bytes) -> SessionCopy:
         for piece in body.pieces:
             check_piece(piece)
     except ValueError as error:  # msgspec's among them
-        raise _damaged_copy_error(str(error)) from error
+        raise _make_damaged_copy_error(str(error)) from error
     return copy
 
 
 def load_copy(db: Connection, queries: Queries, session_id: str) -> SessionCopy:
-    found = db.execute(queries.session, {"session_id": session_id}).fetchone() if is_valid_id(session_id) else None
-    if found is None:
+    row = db.execute(queries.session, {"session_id": session_id}).fetchone() if is_valid_id(session_id) else None
+    if row is None:
         raise StoreError(f"There is no session {session_id} to copy.")
     exchanges = _sort_bases_first(_select_exchanges(db, queries, session_id))
     pieces: dict[bytes, bytes] = {}
-    for digest in sorted({digest for row in exchanges for digest in list_piece_digests(row)}):
+    for digest in sorted({digest for exchange in exchanges for digest in list_piece_digests(exchange)}):
         piece = db.execute(queries.blob, {"digest": digest}).fetchone()
         if piece is None:
-            raise damaged_store_error(f"piece {digest.hex()} of session {session_id} is missing")
+            raise make_damaged_store_error(f"piece {digest.hex()} of session {session_id} is missing")
         pieces[digest] = piece[0]
-    return SessionCopy(msgspec.convert(found, SessionRow), exchanges, pieces)
+    return SessionCopy(msgspec.convert(row, SessionRow), exchanges, pieces)
 
 
 def insert_copy(db: WritingConnection, queries: Queries, copy: SessionCopy) -> bool:
-    """The rows that are not there yet; the pieces are the caller's. False where all of them were."""
+    """Inserts the rows that are not stored yet; the caller inserts the pieces. Returns False if none was new."""
     session_id = copy.session.session_id
-    found = db.execute(queries.session, {"session_id": session_id}).fetchone()
-    if found is None:
+    stored_session = db.execute(queries.session, {"session_id": session_id}).fetchone()
+    if stored_session is None:
         if db.execute(queries.session_by_key, {"key_hash": copy.session.key_hash}).fetchone() is not None:
             raise CopyRefusedError(f"Session {session_id} has the key of another session in this store.")
         db.execute(queries.insert_session, msgspec.structs.asdict(copy.session))
     else:
-        _add_verdict(db, queries, msgspec.convert(found, SessionRow), copy.session)
-    there = {row.seq: row for row in _select_exchanges(db, queries, session_id)}
-    new = [row for row in copy.exchanges if row.seq not in there]
+        _add_verdict(db, queries, msgspec.convert(stored_session, SessionRow), copy.session)
+    stored = {row.seq: row for row in _select_exchanges(db, queries, session_id)}
+    new_rows = [row for row in copy.exchanges if row.seq not in stored]
     for row in copy.exchanges:
-        if row.seq in there:
-            _amend_exchange(db, queries, there[row.seq], row)
-    for row in new:
+        if row.seq in stored:
+            _amend_exchange(db, queries, stored[row.seq], row)
+    for row in new_rows:
         if db.execute(queries.stored_exchange, {"exchange_id": row.exchange_id}).fetchone() is not None:
             raise CopyRefusedError(f"Session {session_id} has an exchange of another session in this store.")
         db.execute(queries.insert_exchange, msgspec.structs.asdict(row))
-    return bool(new)
+    return bool(new_rows)
 
 
 def _add_verdict(db: WritingConnection, queries: Queries, stored: SessionRow, row: SessionRow) -> None:
-    """As if the session ended here: the first end stays."""
+    """Adds the copy's verdict as `end_session` does: the first end stays."""
     fixed = ("key_hash", "created_at", "run", "metadata")
     once = ("reward", "turn_rewards", "evidence")
     if any(getattr(stored, name) != getattr(row, name) for name in fixed) or any(
         None not in (values := (getattr(stored, name), getattr(row, name))) and values[0] != values[1] for name in once
     ):
-        raise _conflicting_copy_error(row.session_id)
+        raise _make_conflicting_copy_error(row.session_id)
     if row.status == "ended":
         names = ("session_id", "ended_at", "reward", "reason", "turn_rewards", "evidence")
         db.execute(queries.end_session, {name: getattr(row, name) for name in names}).fetchall()
 
 
 def _amend_exchange(db: WritingConnection, queries: Queries, stored: ExchangeRow, row: ExchangeRow) -> None:
-    """What was delivered may have been corrected since."""
+    """Updates what was delivered, which may have been corrected since the stored row was copied."""
     if stored == row:
         return
     amended = {"status": row.status, "delivered": row.delivered}
     if msgspec.structs.replace(stored, **amended) != row:
-        raise _conflicting_copy_error(row.session_id)
+        raise _make_conflicting_copy_error(row.session_id)
     db.execute(queries.amend_exchange, {"exchange_id": row.exchange_id, **amended}).fetchall()
 
 
 def _select_exchanges(db: Connection, queries: Queries, session_id: str) -> list[ExchangeRow]:
-    """All in one statement, so that each base is among them though others may be written meanwhile."""
+    """Selects all exchanges in one statement, so that each base is among them even if others are written meanwhile."""
     rows = db.execute(queries.session_exchanges, {"session_id": session_id}).fetchall()
     return [msgspec.convert(row, ExchangeRow) for row in rows]
 
 
 def _sort_bases_first(rows: list[ExchangeRow]) -> list[ExchangeRow]:
-    """Calls end in any order, so a base may have a higher `seq`."""
+    """Sorts rows so that each follows its base. Calls end in any order, so a base may have a higher `seq`."""
     by_seq = {row.seq: row for row in rows}
     ordered: dict[int, ExchangeRow] = {}
     for row in rows:
@@ -161,26 +161,28 @@ def _sort_bases_first(rows: list[ExchangeRow]) -> list[ExchangeRow]:
         link: ExchangeRow | None = row
         while link is not None and link.seq not in ordered:
             if link.seq in chain:
-                raise damaged_store_error(f"exchange {link.seq} of session {link.session_id} is stored against itself")
+                raise make_damaged_store_error(
+                    f"exchange {link.seq} of session {link.session_id} is stored against itself"
+                )
             chain[link.seq] = link
             link = None if link.base is None else by_seq.get(link.base)
         ordered.update(reversed(chain.items()))
     return list(ordered.values())
 
 
-def _damaged_copy_error(what: str) -> StoreError:
-    return CopyRefusedError(f"A copy of a session is damaged ({what}); send it again.")
+def _make_damaged_copy_error(damage: str) -> StoreError:
+    return CopyRefusedError(f"A copy of a session is damaged ({damage}); send it again.")
 
 
-def _conflicting_copy_error(session_id: str) -> StoreError:
+def _make_conflicting_copy_error(session_id: str) -> StoreError:
     return CopyRefusedError(
         f"Session {session_id} is in this store already, with other content; "
         f"it stays as it is: look whether two stores were given the same session."
     )
 
 
-# Whether a copy can be read again. It may come from anybody with a node's token, and a session that can't be read must
-# not come to stand among others.
+# Checks that a copy can be read again. It may come from anybody with a node's token, and a session that can't be read
+# must not get into the store.
 
 _BIGINT_LIMIT = 2**63
 _field_table_decoder = msgspec.msgpack.Decoder(dict[str, FieldEntry])
@@ -194,7 +196,7 @@ class _ExchangeLength(Struct):
 
 
 def check_session(row: SessionRow) -> None:
-    """Raises ValueError, here and below."""
+    """Raises ValueError if the session can't be stored. So do the checks below."""
     session = to_session(msgspec.structs.astuple(row))
     if not is_valid_id(session.session_id):
         raise ValueError("its session has no id that can be")
@@ -220,7 +222,7 @@ def check_exchanges(session_id: str, rows: Collection[ExchangeRow], digests: Col
 
 
 def check_piece(piece: bytes) -> None:
-    """It stands in what is told of the session as it is."""
+    """Raises ValueError if a piece is no JSON, since documents about the session contain it unchanged."""
     try:
         msgspec.json.decode(piece)
     except RecursionError as error:
@@ -228,7 +230,7 @@ def check_piece(piece: bytes) -> None:
 
 
 def list_piece_digests(row: ExchangeRow) -> list[bytes]:
-    """Digests of the pieces that it brought."""
+    """Lists the digests of the pieces that a row names."""
     return [
         *split_bytes(row.items, DIGEST_SIZE),
         *(entry.data for entry in _decode_field_table(row).values() if entry.is_digest),

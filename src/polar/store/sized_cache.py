@@ -1,4 +1,4 @@
-"""A memory of what was used last, bounded in bytes."""
+"""A least-recently-used cache, bounded in bytes."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class SizedCache(Generic[K, V]):
-    """Forgets what was not put or got for longest. `size` is the sum of the sizes that were given."""
+    """Evicts the entries that were not used for longest. `size` is the sum of the entries' sizes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -19,11 +19,11 @@ class SizedCache(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        held = self._entries.get(key)
-        if held is None:
+        entry = self._entries.get(key)
+        if entry is None:
             return None
         self._entries.move_to_end(key)
-        return held[0]
+        return entry[0]
 
     def put(self, key: K, value: V, size: int) -> None:
         self.drop(key)
@@ -33,6 +33,6 @@ class SizedCache(Generic[K, V]):
             self.drop(next(iter(self._entries)))
 
     def drop(self, key: K) -> None:
-        held = self._entries.pop(key, None)
-        if held is not None:
-            self.size -= held[1]
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.size -= entry[1]

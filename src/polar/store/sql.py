@@ -31,14 +31,14 @@ class Cursor(Protocol):
 
 
 class Connection(Protocol):
-    """What reading needs of a database. sqlite3's connections are like this; `postgres` has its own."""
+    """What reading needs of a database. sqlite3's connections implement it; `postgres` has its own."""
 
     def execute(self, query: str, parameters: Mapping[str, Any] = ..., /) -> Cursor: ...
 
 
 class WritingConnection(Connection, Protocol):
-    """And what writing needs. A statement may be put off until a result is fetched or the transaction ends, and may
-    fail only then."""
+    """What writing needs of a database. A statement may be deferred until a result is fetched or the transaction ends,
+    and may fail only then."""
 
     def executemany(self, query: str, parameters: Iterable[Mapping[str, Any]], /) -> object: ...
 
@@ -81,24 +81,24 @@ def load_queries(style: ParameterStyle) -> Queries:
 
 
 def parse_queries(query_class: type[T], text: str, style: ParameterStyle) -> T:
-    """The queries of a file, as the fields of a dataclass."""
+    """Parses a file's queries into a dataclass, whose fields are their names."""
     _, *parts = _NAME.split(text)
-    found = {name: _translate(query, style) for name, query in zip(parts[::2], parts[1::2], strict=True)}
-    known = {field.name for field in fields(cast(Any, query_class))}
-    if found.keys() != known or len(parts) != 2 * len(found):
+    queries = {name: _translate(query, style) for name, query in zip(parts[::2], parts[1::2], strict=True)}
+    names = {field.name for field in fields(cast(Any, query_class))}
+    if queries.keys() != names or len(parts) != 2 * len(queries):
         raise ValueError(
-            f"{query_class.__name__} and its SQL differ, or a name stands twice: {sorted(found.keys() ^ known)}"
+            f"{query_class.__name__} and its SQL differ, or a name occurs twice: {sorted(queries.keys() ^ names)}"
         )
-    return query_class(**found)
+    return query_class(**queries)
 
 
 def load_schema() -> list[str]:
-    """The statements that make an empty database ours."""
+    """Loads the statements that create the tables."""
     return [text for statement in _read_store_sql("schema.sql").split(";") if (text := statement.strip())]
 
 
 def load_migrations() -> dict[int, list[str]]:
-    """For each version, the statements that make it the next one."""
+    """Loads for each schema version the statements that migrate it to the next one."""
     _, *parts = _MIGRATION.split(_read_store_sql("migrations.sql"))
     return {
         int(version): [text for statement in body.split(";") if (text := statement.strip())]
@@ -107,7 +107,7 @@ def load_migrations() -> dict[int, list[str]]:
 
 
 def read_sql(package: str, name: str) -> str:
-    """A file of SQL, without its comments."""
+    """Reads a file of SQL, without its comments."""
     return _COMMENT.sub("", (files(package) / name).read_text("utf-8"))
 
 

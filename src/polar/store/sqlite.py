@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Durability = Literal["process", "power"]
 """What a write survives once it is confirmed: the end of the process (kill -9), or loss of power as well."""
 
-_RETRY_SECONDS = 0.01  # seconds
+_RETRY_SECONDS = 0.01
 _PROBE_BYTES = 1024 * 1024
 CHECKPOINT_SECONDS = 1.0
 """How long commits gather in the write-ahead log before they are moved to the database file."""
@@ -49,7 +49,7 @@ def open_sqlite_store(
     lock_timeout_s: float = 5.0,
     max_lineage_bytes: int = LINEAGE_MEMORY_BYTES,
 ) -> RelationalStore:
-    """Opens the file, or makes it. `lock_timeout_s` is how long to wait for another process that is writing."""
+    """Opens or creates the file. `lock_timeout_s` is how long to wait for another process that is writing."""
     path = Path(path).absolute()
     sql_queries = load_queries("named")
     with ExitStack() as opened:  # what is open where it fails midway
@@ -215,7 +215,8 @@ def _set_sync(connection: sqlite3.Connection, durability: Durability) -> None:
 
 
 def _enable_write_ahead_log(connection: sqlite3.Connection, lock_timeout_s: float) -> str:
-    """The journal's mode then. Where somebody else opens a new file just now, SQLite does not wait for this."""
+    """Switches to write-ahead logging, and returns the resulting journal mode. Tries again while another process opens
+    a new file, since SQLite does not wait in that case."""
     deadline = time.monotonic() + lock_timeout_s
     while True:
         try:
@@ -255,7 +256,7 @@ _WRITE_FAILURE_CODES = frozenset(
 
 
 def _to_store_error(error: Exception, path: Path) -> StoreError:
-    """What happened, and what to do."""
+    """Converts an error to one that says what happened and what to do."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is not None:
         general = code & 0xFF

@@ -74,10 +74,10 @@ class OpenTelemetry(Tracing):
             attributes={
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": self._provider,
-                **_request_attributes(exchange, request),
-                **_response_attributes(exchange, request, served),
-                **_polar_attributes(exchange),
-                **_server_attributes(exchange.replica),
+                **_build_request_attributes(exchange, request),
+                **_build_response_attributes(exchange, request, served),
+                **_build_polar_attributes(exchange),
+                **_build_server_attributes(exchange.replica),
             },
         )
         if error is not None:
@@ -125,7 +125,7 @@ class _ExportedSessionSpan(SessionSpan):
         self._span.end()
 
 
-def _request_attributes(exchange: Exchange, request: Request) -> dict[str, str | bool | int | float]:
+def _build_request_attributes(exchange: Exchange, request: Request) -> dict[str, str | bool | int | float]:
     sampling = exchange.sampling
     wanted = {
         "gen_ai.request.temperature": sampling.temperature,
@@ -140,7 +140,7 @@ def _request_attributes(exchange: Exchange, request: Request) -> dict[str, str |
     }
 
 
-def _response_attributes(
+def _build_response_attributes(
     exchange: Exchange, request: Request, served: list[str]
 ) -> dict[str, str | int | float | list[str]]:
     usage = exchange.usage
@@ -160,7 +160,7 @@ def _response_attributes(
     return attributes
 
 
-def _polar_attributes(exchange: Exchange) -> dict[str, str | int]:
+def _build_polar_attributes(exchange: Exchange) -> dict[str, str | int]:
     attributes: dict[str, str | int] = {
         "polar.dialect": exchange.dialect,
         "polar.status": exchange.status,
@@ -175,7 +175,7 @@ def _polar_attributes(exchange: Exchange) -> dict[str, str | int]:
     return attributes
 
 
-def _server_attributes(url: str) -> dict[str, str | int]:
+def _build_server_attributes(url: str) -> dict[str, str | int]:
     parts = urlsplit(url)
     if parts.hostname is None:
         return {}

@@ -210,7 +210,7 @@ class VerifyMetrics:
         )
         self._seconds = Counter("polar_verify_cpu_seconds", "CPU seconds that verification took", registry=registry)
 
-    def session_checked(self, held: HeldBackError | None) -> None:
+    def record_check(self, held: HeldBackError | None) -> None:
         if held is None:
             self._passed.inc()
         elif held.reason == "verify_error":
@@ -219,8 +219,8 @@ class VerifyMetrics:
             self._failed.inc()
             self._problems.labels(held.kind).inc()
 
-    def session_skipped(self) -> None:
+    def record_skip(self) -> None:
         self._skipped.inc()
 
-    def seconds_spent(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         self._seconds.inc(seconds)

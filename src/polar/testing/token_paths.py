@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from polar.records.exchange import TokenIds
 from polar.records.spans import ExchangeRole, ExcludedSpan
-from polar.records.trajectory import Ids, Image, SessionPaths, TokenPath
+from polar.records.trajectory import Image, SessionPaths, TokenPath
 
 PLACEHOLDER = 9
 ROLES: list[ExchangeRole] = ["main", "subagent", "compaction", "auxiliary"]
@@ -18,8 +19,8 @@ Symbol = tuple[int, bytes | None]
 
 def path(
     seq: int,
-    prompt: Sequence[int] | Ids,
-    sampled: Sequence[int] | Ids,
+    prompt: Sequence[int] | TokenIds,
+    sampled: Sequence[int] | TokenIds,
     *,
     trainable: int | None = None,
     session_id: str = "s",

@@ -20,7 +20,7 @@ from polar.records.exchange import Logprobs
 from polar.records.result import GroupResult
 from polar.records.session import HOLD_REASONS
 from polar.records.spans import ExcludedSpan
-from polar.records.trajectory import ROOT, Ids, Trace, TreeTrajectory
+from polar.records.trajectory import ROOT, PolicyVersions, Trace, TreeTrajectory
 from polar.train.packing import TokenTree
 from polar.trajectory.checker import SessionChecker, is_in_checked_share
 from polar.trajectory.document_check import check_received, check_received_tree, find_hold_reason
@@ -183,7 +183,7 @@ class _SampledSpan(Struct):
     exchange_id: str
     start: int
     logprobs: Logprobs | None
-    versions: Ids
+    versions: PolicyVersions
     weight: float  # of each token
     scale: float | None
     node: int = 0

@@ -1,4 +1,4 @@
-"""Builders: what a trainer gets of a session, as walks over the token tree.
+"""Builders make traces and trees for trainers, as walks over the token tree.
 
     per_request      a trace per exchange
     prefix_merging   a trace for each run of exchanges that extend one another, token for token
@@ -22,8 +22,8 @@ from polar.records.spans import ExcludedSpan, Span, TokenCounts
 from polar.records.trajectory import (
     NO_VERSION,
     ROOT,
-    Ids,
     Mask,
+    PolicyVersions,
     SessionPaths,
     Term,
     TokenPath,
@@ -37,7 +37,7 @@ from polar.trajectory.tree import TokenTree, build_token_tree
 
 def per_request(session: SessionPaths) -> Trajectory:
     """A trace per exchange that has trainable tokens."""
-    paths = _trainable_paths(session)
+    paths = _select_trainable_paths(session)
     return _make_trajectory(session, "per_request", build_token_tree(paths), [[path] for path in paths])
 
 
@@ -48,7 +48,7 @@ def prefix_merging(session: SessionPaths) -> Trajectory:
     Where several could go on with one trace, one does: see `_merged`. There are as few traces as there can be, and they
     hold as few tokens as so many traces can.
     """
-    paths = _trainable_paths(session)
+    paths = _select_trainable_paths(session)
     tree = build_token_tree(paths)
     # A trace has log-probabilities or has none: one without them would cost the others theirs.
     with_logprobs = [index for index, path in enumerate(paths) if path.logprobs is not None]
@@ -64,28 +64,28 @@ def prefix_tree(sessions: Sequence[SessionPaths]) -> TreeTrajectory:
     trainer computes is what is unique, always. Tokens that train nothing, with nothing behind them that does, are left
     out; those of them that were sampled are in `excluded`, as with every builder.
     """
-    trained = [_trainable_paths(session) for session in sessions]
+    trained = [_select_trainable_paths(session) for session in sessions]
     tree = build_token_tree([path for paths in trained for path in paths])
     totals = {session.session_id: session.num_trainable for session in sessions}
     terms = []
     for index, path in enumerate(tree.paths):
-        versions = _trainable_versions(path)
-        for stretch in tree.sampled_spans(index):
-            stop = stretch.offset + stretch.stop - stretch.start
+        versions = _select_trainable_versions(path)
+        for span in tree.list_sampled_spans(index):
+            stop = span.offset + span.stop - span.start
             term = Term(
                 session_id=path.session_id,
                 exchange_id=path.exchange_id,
-                node=stretch.node,
-                start=stretch.start,
-                stop=stretch.stop,
-                offset=stretch.offset,
-                logprobs=None if path.logprobs is None else path.logprobs[stretch.offset : stop],
-                policy_versions=versions[stretch.offset : stop],
-                weight=(stop - stretch.offset) / totals[path.session_id],
+                node=span.node,
+                start=span.start,
+                stop=span.stop,
+                offset=span.offset,
+                logprobs=None if path.logprobs is None else path.logprobs[span.offset : stop],
+                policy_versions=versions[span.offset : stop],
+                weight=(stop - span.offset) / totals[path.session_id],
                 scale=path.scale,
             )
             terms.append(term)
-    pieces = [tree.ids(number) for number in range(len(tree.nodes))]
+    pieces = [tree.get_ids(number) for number in range(len(tree.nodes))]
     unique = tree.num_tokens
     return TreeTrajectory(
         ids=np.concatenate(pieces) if pieces else np.empty(0, np.int32),
@@ -111,8 +111,8 @@ def _sort_paths(session: SessionPaths) -> list[TokenPath]:
     return sorted(session.paths, key=lambda path: (path.seq, path.exchange_id))
 
 
-def _trainable_paths(session: SessionPaths) -> list[TokenPath]:
-    """The paths that train, cut behind their last trainable token."""
+def _select_trainable_paths(session: SessionPaths) -> list[TokenPath]:
+    """Selects the paths with trainable tokens, cut behind the last of these."""
     return [
         path
         if path.num_trainable == len(path.sampled)
@@ -126,7 +126,7 @@ def _collect_excluded(session: SessionPaths) -> list[ExcludedSpan]:
     return [excluded for path in _sort_paths(session) for excluded in path.excluded]
 
 
-def _trainable_versions(path: TokenPath) -> Ids:
+def _select_trainable_versions(path: TokenPath) -> PolicyVersions:
     if path.versions is None:
         return np.full(path.num_trainable, NO_VERSION, np.int32)
     return path.versions[: path.num_trainable]
@@ -140,21 +140,21 @@ def _collect_turn_rewards(paths: Iterable[TokenPath]) -> dict[str, float]:
 
 
 def _merge_runs(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
-    """The given paths in runs, each of which extends the one before it.
+    """Merges the given paths into runs, in which each path extends the one before it.
 
     A path can follow another that ends where its prompt ends, or above that in the tree. So the tree is walked from the
-    leaves to the roots: where a prompt ends, its path begins to wait for one to follow; where a path ends, one of those
-    that wait below follows it, if any does. All of them could as well follow whatever ends further up. So whichever is
-    taken, there are as few runs as there can be; and since the deepest ends are served first, those that none follows,
-    up to which a trainer computes, are as little deep as can be. One of the same agent is taken first, then the one
-    whose run has the most trainable tokens, then the earliest.
+    leaves to the roots: where a prompt ends, its path begins to wait for a predecessor; where a path ends, one of the
+    waiting paths below follows it, if there is any. All of them could as well follow a path that ends further up, so
+    whichever is chosen, the number of runs is minimal. The deepest ends are served first, so the ends without a
+    successor, up to which a trainer computes, are as shallow as possible. A path of the same agent is chosen first,
+    then the one whose run has the most trainable tokens, then the earliest.
     """
     paths = tree.paths
     prompt_ends, path_ends = 1, 0  # at the same depth, prompts come first: a path can follow one that ends right there
     points: list[list[tuple[int, int, int]]] = [[] for _ in tree.nodes]
     for index in members:
         context = len(paths[index].prompt)
-        if (number := tree.node_at(index, context)) != ROOT:
+        if (number := tree.find_node(index, context)) != ROOT:
             points[number].append((context, prompt_ends, index))
         points[tree.ends[index]].append((context + len(paths[index].sampled), path_ends, index))
 
@@ -162,20 +162,23 @@ def _merge_runs(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
     successor: dict[int, int] = {}
     waiting: list[list[int]] = [[] for _ in tree.nodes]
     for number in reversed(range(len(tree.nodes))):
-        here, waiting[number] = waiting[number], []
+        candidates, waiting[number] = waiting[number], []
         for _, kind, index in sorted(points[number], reverse=True):
             if kind == prompt_ends:
-                here.append(index)
-            elif here:
-                agent = _agent_key(paths[index])
-                best = min(here, key=lambda it: (_agent_key(paths[it]) != agent, -trainable[it], it))
-                here.remove(best)
+                candidates.append(index)
+            elif candidates:
+                agent = _get_agent_key(paths[index])
+                best = min(
+                    candidates,
+                    key=lambda path: (_get_agent_key(paths[path]) != agent, -trainable[path], path),
+                )
+                candidates.remove(best)
                 successor[index] = best
                 trainable[index] += trainable[best]
         if (parent := tree.nodes[number].parent) != ROOT:
-            fewer, more = sorted((here, waiting[parent]), key=len)
-            more.extend(fewer)
-            waiting[parent] = more
+            shorter, longer = sorted((candidates, waiting[parent]), key=len)
+            longer.extend(shorter)
+            waiting[parent] = longer
 
     runs = []
     for first in set(members) - set(successor.values()):
@@ -186,7 +189,7 @@ def _merge_runs(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _agent_key(path: TokenPath) -> tuple[str | None, str]:
+def _get_agent_key(path: TokenPath) -> tuple[str | None, str]:
     return path.agent_id, path.role
 
 
@@ -211,19 +214,19 @@ def _make_trajectory(
 
 
 def _make_trace(session: SessionPaths, run: Sequence[TokenPath], total: int) -> Trace:
-    """Each path of a run begins with all of the one before it, so the last one's tokens are the trace's."""
+    """Makes the trace of a run. Each path begins with the whole path before it, so the last one has all tokens."""
     first, last = run[0], run[-1]
     context = len(first.prompt)
     response = np.concatenate([last.prompt[context:], last.sampled])
     mask: Mask = np.zeros(len(response), np.uint8)
     logprobs: Logprobs | None = None if first.logprobs is None else np.zeros(len(response), np.float32)
-    versions: Ids = np.full(len(response), NO_VERSION, np.int32)
+    versions: PolicyVersions = np.full(len(response), NO_VERSION, np.int32)
     spans = []
     for path in run:
         start = len(path.prompt) - context
         stop = start + path.num_trainable
         mask[start:stop] = 1
-        versions[start:stop] = _trainable_versions(path)
+        versions[start:stop] = _select_trainable_versions(path)
         if logprobs is not None and path.logprobs is not None:
             logprobs[start:stop] = path.logprobs[: path.num_trainable]
         spans.append(Span(path.exchange_id, start, stop, 0))
@@ -251,8 +254,8 @@ def _make_trace(session: SessionPaths, run: Sequence[TokenPath], total: int) -> 
 
 
 def _merge_experts(run: Sequence[TokenPath]) -> Experts | None:
-    """Of each token where it was computed first: paths that came later found its keys and values there. None where one
-    of them does not tell."""
+    """Merges the experts of a run's paths. Each token has those of the path that computed it first; later paths found
+    its keys and values in the cache. Returns None if a path has no experts."""
     pieces: list[Experts] = []
     at = 0
     for path in run:

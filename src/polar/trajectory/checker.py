@@ -1,12 +1,12 @@
-"""The automatic check: whatever leaves for a trainer was verified first, or is held back with a reason.
+"""The automatic check: every session is verified before a trainer gets it, or is held back with a reason.
 
-Where. Every way out (a page of results, a task's status, a callback, the trajectory routes, `polar run --json`, `polar
+Where. Every output (a page of results, a task's status, a callback, the trajectory routes, `polar run --json`, `polar
 export`) makes its document anew from a stored session, in the same three steps. The check stands between them:
 
-    rows ── check.rows ──► paths ──► builder ── check.traces / check_tree ──► document
+    rows ── check_rows ──► paths ──► builder ── check_traces / check_tree ──► document
 
-What. First the rows by themselves, then what the builder made of them against the rows, both by `verify`, which shares
-no code with the builders. So a damaged database and a mistake in a builder are both found, whichever builder it is.
+What. First the rows by themselves, then the builder's output against the rows, both by `verify`, which shares no code
+with the builders. So a damaged database and a mistake in any builder are both found.
 
 Which sessions. A share of them, chosen by a hash of the session's id: every reader, retry and restart checks the same
 ones. 1 checks all of them and 0 none.
@@ -38,47 +38,49 @@ log = logging.getLogger(__name__)
 class CheckWatcher(Protocol):
     """Counts checks. It is called by the threads that build."""
 
-    def session_checked(self, held: HeldBackError | None) -> None: ...
+    def record_check(self, error: HeldBackError | None) -> None:
+        """Called after each check; `error` says why the session is held back."""
+        ...
 
-    def session_skipped(self) -> None: ...
+    def record_skip(self) -> None: ...
 
-    def seconds_spent(self, seconds: float) -> None:
-        """CPU seconds of the checking thread."""
+    def add_seconds(self, seconds: float) -> None:
+        """Called with the CPU seconds of the checking thread."""
         ...
 
 
 class NullCheckWatcher:
-    def session_checked(self, held: HeldBackError | None) -> None: ...
+    def record_check(self, held: HeldBackError | None) -> None: ...
 
-    def session_skipped(self) -> None: ...
+    def record_skip(self) -> None: ...
 
-    def seconds_spent(self, seconds: float) -> None: ...
+    def add_seconds(self, seconds: float) -> None: ...
 
 
 def is_in_checked_share(session_id: str, share: float) -> bool:
-    """Whether a session belongs to the share that is checked. Grows with the share: what is checked at 0.1 is checked
-    at 0.5 as well."""
+    """Whether a session belongs to the share that is checked. A session that is checked at 0.1 is also checked at
+    0.5."""
     if share >= 1 or share <= 0:
         return share >= 1
     digest = hashlib.blake2b(session_id.encode(), digest_size=8, person=b"polar-verify").digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def error_for_problems(session_id: str, problems: Sequence[Problem]) -> HeldBackError:
-    """Of a session with these problems, one or more."""
+def make_verify_failed_error(session_id: str, problems: Sequence[Problem]) -> HeldBackError:
+    """Makes the error that holds back a session with one or more problems."""
     first = problems[0]
-    where = f" (exchange {first.exchange_id})" if first.exchange_id else ""
-    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    exchange = f" (exchange {first.exchange_id})" if first.exchange_id else ""
+    others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
     return HeldBackError(
         session_id,
         "verify_failed",
         first.kind,
-        f"Session {session_id} failed verification and is held back: {first.kind}: {first.message.rstrip('.')}{where}"
-        f"{more}. Run `polar verify {session_id}` on the service's data for all of it.",
+        f"Session {session_id} failed verification and is held back: {first.kind}: {first.message.rstrip('.')}"
+        f"{exchange}{others}. Run `polar verify {session_id}` on the service's data for all of it.",
     )
 
 
-def error_for_failed_check(session_id: str, error: Exception) -> HeldBackError:
+def make_verify_error(session_id: str, error: Exception) -> HeldBackError:
     return HeldBackError(
         session_id,
         "verify_error",
@@ -89,7 +91,7 @@ def error_for_failed_check(session_id: str, error: Exception) -> HeldBackError:
 
 
 class SessionChecker:
-    """Checks sessions on their way out. Thread-safe if its watcher is."""
+    """Checks sessions before they are handed out. Thread-safe if its watcher is."""
 
     def __init__(self, share: float = 1.0, watcher: CheckWatcher | None = None) -> None:
         self.share = share
@@ -99,43 +101,42 @@ class SessionChecker:
         return SessionCheck(session, self)
 
     def check_tree(self, checks: Sequence["SessionCheck"], tree: TreeTrajectory) -> None:
-        """The tree of these sessions. Raises HeldBackError for all of them: their tokens share nodes, so none can be
-        handed on without the others."""
+        """Checks the tree of these sessions. Raises HeldBackError for all of them: their tokens share nodes, so none
+        can be handed out without the others."""
         chosen = [check for check in checks if check.is_chosen]
         if not chosen:
             return
-        held: HeldBackError | None = None
+        failure: HeldBackError | None = None
         try:
-            self.look_for_problems(
-                chosen[0].session.session_id, lambda: check_tree([check.recorded for check in checks], tree)
-            )
+            self.run_check(chosen[0].session.session_id, lambda: check_tree([check.recorded for check in checks], tree))
         except HeldBackError as error:
-            held = error
+            failure = error
         for _ in chosen:
-            self.watcher.session_checked(held)
-        if held is not None:
-            raise held
+            self.watcher.record_check(failure)
+        if failure is not None:
+            raise failure
 
-    def look_for_problems(self, session_id: str, find: Callable[[], Sequence[Problem]]) -> None:
-        """Raises HeldBackError if there are any, or if they can't be looked for."""
-        began = time.thread_time()
+    def run_check(self, session_id: str, find_problems: Callable[[], Sequence[Problem]]) -> None:
+        """Raises HeldBackError if `find_problems` returns problems, or fails."""
+        started_at = time.thread_time()
         try:
-            problems = find()
-        except Exception as error:  # whatever it is: what was not verified is not handed on
+            problems = find_problems()
+        except Exception as error:  # a session that can't be verified is held back, whatever the cause
             log.exception("The verification of session %s failed", session_id)
-            raise error_for_failed_check(session_id, error) from error
+            raise make_verify_error(session_id, error) from error
         finally:
-            self.watcher.seconds_spent(time.thread_time() - began)
+            self.watcher.add_seconds(time.thread_time() - started_at)
         if problems:
-            held = error_for_problems(problems[0].session_id or session_id, problems)
-            log.error("%s", held)
-            raise held
+            failure = make_verify_failed_error(problems[0].session_id or session_id, problems)
+            log.error("%s", failure)
+            raise failure
 
 
 class SessionCheck:
-    """The check of one session on one of its ways out: `rows`, then `paths`, then `traces` or the group's tree."""
+    """The check of one session for one document: `check_rows`, then `set_paths`, then `check_traces` or the checker's
+    `check_tree`."""
 
-    recorded: RecordedSession  # of a session that is chosen
+    recorded: RecordedSession  # only if the session is chosen
 
     def __init__(self, session: Session, checker: SessionChecker) -> None:
         self.session = session
@@ -143,10 +144,10 @@ class SessionCheck:
         self.checker = checker
         self._contexts: ContextIndex | None = None
         if not self.is_chosen:
-            checker.watcher.session_skipped()
+            checker.watcher.record_skip()
 
     def check_rows(self, exchanges: Sequence[Exchange]) -> None:
-        """The rows as they are stored, before anything is built of them. Raises HeldBackError."""
+        """Checks the stored rows before anything is built from them. Raises HeldBackError."""
         if self.is_chosen:
             contexts = self._contexts = ContextIndex()
             self._run_check(lambda: check_records(exchanges, contexts=contexts))
@@ -154,8 +155,8 @@ class SessionCheck:
     def set_paths(
         self, exchanges: Sequence[Exchange], paths: Sequence[TokenPath], roles: frozenset[ExchangeRole] | None = None
     ) -> None:
-        """What the builder is given. `roles` are those that train, where they are not the session's own. Raises
-        HeldBackError where it can't be compared."""
+        """Sets the builder's input, which its output is compared with. `roles` restricts the roles that train. Raises
+        HeldBackError if the paths can't be compared."""
         if not self.is_chosen:
             return
         trainable_roles = RoleOverrides.from_metadata(self.session.metadata).trainable_roles
@@ -171,14 +172,14 @@ class SessionCheck:
         self._run_check(record)
 
     def check_traces(self, trajectory: Trajectory) -> None:
-        """What the builder made of it. Raises HeldBackError."""
+        """Checks the builder's output. Raises HeldBackError."""
         if self.is_chosen:
             self._run_check(lambda: check_trajectory(self.recorded, trajectory))
-            self.checker.watcher.session_checked(None)
+            self.checker.watcher.record_check(None)
 
-    def _run_check(self, find: Callable[[], Sequence[Problem]]) -> None:
+    def _run_check(self, find_problems: Callable[[], Sequence[Problem]]) -> None:
         try:
-            self.checker.look_for_problems(self.session.session_id, find)
-        except HeldBackError as held:
-            self.checker.watcher.session_checked(held)
+            self.checker.run_check(self.session.session_id, find_problems)
+        except HeldBackError as error:
+            self.checker.watcher.record_check(error)
             raise

@@ -1,14 +1,14 @@
-"""Which calls of a session go on from which: conversations, found by what the messages say.
+"""Links the calls of a session into conversations by what their messages say.
 
-    Exchange -> Call -> Turn(before) -> Talk
+    Exchange -> ModelCall -> Turn (with its previous turn) -> Conversation
 
-A harness sends its history with every call. A turn goes on from the exchange that its history names (ids and seals of
-ours that it echoes), else from the longest earlier request that it extends, else from the one whose reply it quotes.
-What a harness does to its copy on the way (content shape, `cache_control`, thinking dropped, white space at the edges)
-makes no difference.
+A harness sends its history with every call. A turn continues the exchange that its history names (by issued ids and
+seals that it echoes), else the longest earlier request that it extends, else the one whose reply it quotes. Changes
+that a harness makes to its copy (content shape, `cache_control`, dropped thinking, white space at the edges) don't
+matter.
 
-This is about who speaks to whom, for roles. Nothing here decides what trains in which context: tokens alone do that.
-Every call stands in exactly one talk, whatever order the calls are given in.
+Conversations are used for roles alone. They do not decide what trains in which context: only the tokens do that. Every
+call is in exactly one conversation, whatever the order of the calls.
 """
 
 import hashlib
@@ -24,28 +24,28 @@ from polar.types import Media, Message, Reasoning, Reply, Request, Text, ToolCal
 
 
 class ModelCall(Struct, frozen=True):
-    """What there is to know of an exchange to see its part in the session."""
+    """The data of an exchange by which its role is found."""
 
     exchange_id: str
     seq: int
     status: ExchangeStatus
     num_sampled: int  # tokens
     num_delivered: int
-    parent: str | None  # the exchange that this one's prompt continues, where that is known already
+    parent: str | None  # the exchange that this one's prompt continues, if that is known already
     hints: dict[str, str]
     request: Request
     reply: Reply | None
 
     @property
     def request_digest(self) -> bytes:
-        """Of what was asked: equal for a request and its repetition. It is made anew each time."""
-        # Fields that the provider merely repeats may be spelled anew by each attempt.
-        asked = json.encode(structs.replace(self.request, echo={}, stream=False, stream_usage=True))
-        return hashlib.blake2b(asked, digest_size=16).digest()
+        """A digest that is equal for a request and its repetition. It is not cached."""
+        # Fields that the provider only echoes may differ in each attempt.
+        request = json.encode(structs.replace(self.request, echo={}, stream=False, stream_usage=True))
+        return hashlib.blake2b(request, digest_size=16).digest()
 
     @property
     def is_fully_delivered(self) -> bool:
-        """The harness got all of it."""
+        """Whether the harness got the whole reply."""
         return self.status == "complete" and self.num_delivered >= self.num_sampled
 
     @property
@@ -55,7 +55,7 @@ class ModelCall(Struct, frozen=True):
 
     @property
     def calls_tools(self) -> bool:
-        """The reply calls tools."""
+        """Whether the reply calls tools."""
         return self.reply is not None and any(isinstance(part, ToolCall) for part in self.reply.parts)
 
 
@@ -83,13 +83,13 @@ def _decode_request(exchange: Exchange) -> Request:
 
 
 class Conversation(Struct, eq=False):
-    """A conversation: turns that go on from one another, forks included, in order of `seq`."""
+    """Turns that continue one another, forks included, in order of `seq`."""
 
-    hint: str | None  # the agent that the harness says it is
+    hint: str | None  # the agent's name in the harness's headers
     turns: list["Turn"] = field(default_factory=list)
 
     def absorb(self, other: "Conversation") -> None:
-        """The other one turned out to be part of this one."""
+        """Adds the turns of another conversation, which turned out to be part of this one."""
         if other is not self:
             self.turns = sorted(self.turns + other.turns, key=lambda turn: turn.call.seq)
             for turn in other.turns:
@@ -97,47 +97,48 @@ class Conversation(Struct, eq=False):
 
 
 class Turn(Struct, eq=False):
-    """A call and its place."""
+    """A call and its place in a conversation."""
 
     call: ModelCall
-    messages: list[Message]  # without those that hold nothing but thinking, which a harness may drop or merge at will
-    keys: list[Hashable]  # what each of them says
-    system_prompt: str  # the prompt that it begins with, before anybody speaks
+    messages: list[Message]  # without those of thinking only, which a harness may drop or merge at will
+    keys: list[Hashable]  # for each message, equal for messages that say the same
+    system_prompt: str  # of the system messages at the beginning
     conversation: Conversation
-    previous: "Turn | None" = None  # the turn that it goes on from
-    next_turns: list["Turn"] = field(default_factory=list)  # the turns that go on from it
+    previous: "Turn | None" = None  # the turn that this one continues
+    next_turns: list["Turn"] = field(default_factory=list)  # the turns that continue this one
 
-    def work_keys(self) -> list[Hashable]:
-        """What stands in its history of turns of the model and results of tools."""
+    def list_work_keys(self) -> list[Hashable]:
+        """Lists the keys of the model's turns and tool results in its history."""
         return [key for message, key in zip(self.messages, self.keys, strict=True) if message.role in _WORK_ROLES]
 
     def drops_work_of(self, other: "Turn") -> bool:
-        """At least half of the work in the other's history is gone here."""
-        here, work = set(self.keys), other.work_keys()
-        return 2 * sum(key in here for key in work) <= len(work)
+        """Whether at least half of the work in the other's history is missing in this one's."""
+        keys, work = set(self.keys), other.list_work_keys()
+        return 2 * sum(key in keys for key in work) <= len(work)
 
     def extends_history_of(self, other: "Turn") -> bool:
-        """Its history begins with the other's, system prompts aside, and goes on with a turn of the model."""
-        old = [
+        """Whether its history begins with the other's, apart from system prompts, and continues with the model's
+        work."""
+        other_keys = [
             key for message, key in zip(other.messages, other.keys, strict=True) if message.role not in _SYSTEM_ROLES
         ]
-        here = [pair for pair in zip(self.messages, self.keys, strict=True) if pair[0].role not in _SYSTEM_ROLES]
-        if len(here) <= len(old) or [key for _, key in here[: len(old)]] != old:
+        history = [pair for pair in zip(self.messages, self.keys, strict=True) if pair[0].role not in _SYSTEM_ROLES]
+        if len(history) <= len(other_keys) or [key for _, key in history[: len(other_keys)]] != other_keys:
             return False
-        return here[len(old)][0].role in _WORK_ROLES
+        return history[len(other_keys)][0].role in _WORK_ROLES
 
-    def new_messages(self) -> list[Message]:
-        """Its messages that the turn before did not have."""
-        old = set() if self.previous is None else set(self.previous.keys)
-        return [message for message, key in zip(self.messages, self.keys, strict=True) if key not in old]
+    def list_new_messages(self) -> list[Message]:
+        """Lists the messages that the previous turn did not have."""
+        previous_keys = set() if self.previous is None else set(self.previous.keys)
+        return [message for message, key in zip(self.messages, self.keys, strict=True) if key not in previous_keys]
 
 
 _WORK_ROLES = frozenset(("assistant", "tool"))
 _SYSTEM_ROLES = frozenset(("system", "developer"))
 
 
-def message_text(message: Message) -> str:
-    """All that it says, results of tools included."""
+def extract_text(message: Message) -> str:
+    """Returns a message's text, tool results included."""
     return "\n".join(
         _join_text(part.parts) if isinstance(part, ToolResult) else part.text
         for part in message.parts
@@ -146,8 +147,8 @@ def message_text(message: Message) -> str:
 
 
 def link_turns(calls: Sequence[ModelCall], agent_hint_of: Callable[[ModelCall], str | None]) -> list[Turn]:
-    """Every call's place, in order of `seq`. Calls that the harness says are of different agents never meet, even where
-    one began with the whole history of the other."""
+    """Links calls, and returns their turns in order of `seq`. Calls with different agent hints are never linked, even
+    if one begins with the whole history of the other."""
     linkers: dict[str | None, _TurnLinker] = {}
     turns = []
     for call in sorted(calls, key=lambda call: call.seq):
@@ -157,7 +158,7 @@ def link_turns(calls: Sequence[ModelCall], agent_hint_of: Callable[[ModelCall], 
 
 
 class _MessageInfo(NamedTuple):
-    """What there is to know of a message."""
+    """A message with what is needed to link it."""
 
     message: Message
     has_content: bool
@@ -176,80 +177,85 @@ _NO_MATCH = _ReplyMatch(-1, None)
 
 
 class _History(NamedTuple):
-    """A request's messages, as far as they say something."""
+    """A request's messages, with what is needed to link them."""
 
     messages: list[Message]
     infos: list[_MessageInfo]
     content_messages: list[Message]
     keys: list[Hashable]
-    trie_path: list[int]  # through the trie
+    trie_path: list[int]  # nodes from the root on
 
 
 _EMPTY_HISTORY = _History([], [], [], [], [0])
 
 
 class _TurnLinker:
-    """The turns of one agent (or of all those without a name), each linked as it comes. Where several asked or said the
-    same, the latest counts that was delivered whole."""
+    """Links the turns of one agent (or of all agents without a name), one after another. Of several turns with the same
+    request or reply, the latest fully delivered one counts."""
 
     def __init__(self, hint: str | None) -> None:
         self._hint = hint
         self._turn_by_exchange: dict[str, Turn] = {}
-        # A trie over messages: from a node, by what is said, to the next.
+        # A trie over messages: from a node and a message's key to the next node.
         self._trie: dict[tuple[int, Hashable], int] = {}
-        self._turn_by_node: dict[int, Turn] = {}  # by node: the turn whose request ends there
-        self._turn_by_reply_text: dict[str, Turn] = {}  # by text: the turn that said so
-        self._info_by_identity: dict[int, _MessageInfo] = {}  # by the message's identity: requests repeat them
+        self._turn_by_node: dict[int, Turn] = {}  # the turn whose request ends at the node
+        self._turn_by_reply_text: dict[str, Turn] = {}
+        self._info_by_identity: dict[int, _MessageInfo] = {}  # by the message's id(): requests repeat messages
         self._last_history = _EMPTY_HISTORY
-        self._system_prompts: dict[tuple[int, ...], str] = {}  # by those of the messages that it stands in
+        self._system_prompts: dict[tuple[int, ...], str] = {}  # by the id() of their messages
 
     def add(self, call: ModelCall) -> Turn:
-        read = self._read_history(_request_messages(call.request))
-        path = read.trie_path
+        history = self._read_history(_list_messages(call.request))
+        path = history.trie_path
         turn = Turn(
-            call, read.content_messages, read.keys, self._system_prompt(read.content_messages), Conversation(self._hint)
+            call,
+            history.content_messages,
+            history.keys,
+            self._join_system_prompt(history.content_messages),
+            Conversation(self._hint),
         )
-        same = self._turn_by_node.get(path[-1])
-        if same is not None:  # the same request once more: another sample, or another attempt
-            found, turn.conversation = same.previous, same.conversation
+        repeated = self._turn_by_node.get(path[-1])
+        if repeated is not None:  # the same request again: another sample, or another attempt
+            previous, turn.conversation = repeated.previous, repeated.conversation
         else:
             named, extended = (
-                self._match_by_id(read.infos, len(read.content_messages)),
+                self._match_by_id(history.infos, len(history.content_messages)),
                 self._match_by_prefix(path[:-1]),
             )
-            # Whichever stands later in the history: a turn that only spoke has no ids.
-            found = max(named, extended, key=lambda place: place.position).turn
-            found = found or self._turn_by_exchange.get(call.parent or "") or self._match_by_quote(turn)
-        if found is not None:
-            turn.previous, turn.conversation = found, found.conversation
-            found.next_turns.append(turn)
+            # The later one in the history counts: a turn without calls has no ids.
+            previous = max(named, extended, key=lambda match: match.position).turn
+            previous = previous or self._turn_by_exchange.get(call.parent or "") or self._match_by_quote(turn)
+        if previous is not None:
+            turn.previous, turn.conversation = previous, previous.conversation
+            previous.next_turns.append(turn)
         turn.conversation.turns.append(turn)
         self._turn_by_exchange[call.exchange_id] = turn
-        if call.is_fully_delivered or same is None:
+        if call.is_fully_delivered or repeated is None:
             self._turn_by_node[path[-1]] = turn
-        replied = call.reply_text.strip()
-        if replied and (call.is_fully_delivered or replied not in self._turn_by_reply_text):
-            self._turn_by_reply_text[replied] = turn
+        reply_text = call.reply_text.strip()
+        if reply_text and (call.is_fully_delivered or reply_text not in self._turn_by_reply_text):
+            self._turn_by_reply_text[reply_text] = turn
         return turn
 
     def _read_history(self, messages: list[Message]) -> _History:
-        """Most requests begin with all of the one before: then only what is new is looked at."""
-        last = self._last_history
-        known = len(last.messages)
-        if messages[:known] != last.messages:
-            last, known = _EMPTY_HISTORY, 0
-        new = [
-            self._info_by_identity.get(id(message)) or self._inspect_message(message) for message in messages[known:]
+        """Reads a request's messages. Most requests begin with all messages of the previous one; then only the new ones
+        are inspected."""
+        base = self._last_history
+        shared = len(base.messages)
+        if messages[:shared] != base.messages:
+            base, shared = _EMPTY_HISTORY, 0
+        infos = [
+            self._info_by_identity.get(id(message)) or self._inspect_message(message) for message in messages[shared:]
         ]
-        spoken = [one for one in new if one.has_content]
-        path = [*last.trie_path]
-        for one in spoken:
-            path.append(self._trie.setdefault((path[-1], one.key), len(self._trie) + 1))
+        with_content = [info for info in infos if info.has_content]
+        path = [*base.trie_path]
+        for info in with_content:
+            path.append(self._trie.setdefault((path[-1], info.key), len(self._trie) + 1))
         self._last_history = _History(
             messages,
-            [*last.infos, *new],
-            [*last.content_messages, *(one.message for one in spoken)],
-            [*last.keys, *(one.key for one in spoken)],
+            [*base.infos, *infos],
+            [*base.content_messages, *(info.message for info in with_content)],
+            [*base.keys, *(info.key for info in with_content)],
             path,
         )
         return self._last_history
@@ -260,47 +266,51 @@ class _TurnLinker:
             for part in reversed(message.parts)
             if isinstance(part, ToolCall | Reasoning)
         ]
-        said = _MessageInfo(message, _has_content(message), _message_key(message), [name for name in issued if name])
+        said = _MessageInfo(
+            message, _has_content(message), _make_message_key(message), [name for name in issued if name]
+        )
         self._info_by_identity[id(message)] = said  # with the message, so that no other one gets its id
         return said
 
-    def _system_prompt(self, messages: list[Message]) -> str:
-        """The same object for the same messages."""
-        instructing = list(takewhile(lambda said: said.role in _SYSTEM_ROLES, messages))
-        key = tuple(id(message) for message in instructing)
-        found = self._system_prompts.get(key)
-        if found is None:
-            found = self._system_prompts[key] = "\n".join(message_text(message) for message in instructing)
-        return found
+    def _join_system_prompt(self, messages: list[Message]) -> str:
+        """Joins the system messages at the beginning. Returns the same object for the same messages."""
+        system_messages = list(takewhile(lambda message: message.role in _SYSTEM_ROLES, messages))
+        key = tuple(id(message) for message in system_messages)
+        prompt = self._system_prompts.get(key)
+        if prompt is None:
+            prompt = self._system_prompts[key] = "\n".join(extract_text(message) for message in system_messages)
+        return prompt
 
-    def _match_by_id(self, said: list[_MessageInfo], speaking: int) -> _ReplyMatch:
-        after = speaking
-        for one in reversed(said):
-            after -= one.has_content
-            for issued in one.issued_ids:
+    def _match_by_id(self, infos: list[_MessageInfo], content_count: int) -> _ReplyMatch:
+        """Finds the last turn that an issued id in the messages names."""
+        position = content_count
+        for info in reversed(infos):
+            position -= info.has_content
+            for issued in info.issued_ids:
                 named = self._turn_by_exchange.get(ids.find_exchange_id(issued) or "")
                 if named is not None:
-                    return _ReplyMatch(after, named)
+                    return _ReplyMatch(position, named)
         return _NO_MATCH
 
     def _match_by_prefix(self, path: list[int]) -> _ReplyMatch:
-        known = (
+        """Finds the turn with the longest request that the messages extend."""
+        matches = (
             _ReplyMatch(length, self._turn_by_node[path[length]])
             for length in range(len(path) - 1, 0, -1)
             if path[length] in self._turn_by_node
         )
-        return next(known, _NO_MATCH)
+        return next(matches, _NO_MATCH)
 
     def _match_by_quote(self, turn: Turn) -> Turn | None:
         for message in reversed(turn.messages):
             if message.role == "assistant":
-                said = self._turn_by_reply_text.get(_join_text(message.parts).strip())
-                if said is not None and not (said.work_keys() and turn.drops_work_of(said)):
-                    return said
+                quoted = self._turn_by_reply_text.get(_join_text(message.parts).strip())
+                if quoted is not None and not (quoted.list_work_keys() and turn.drops_work_of(quoted)):
+                    return quoted
         return None
 
 
-def _request_messages(request: Request) -> list[Message]:
+def _list_messages(request: Request) -> list[Message]:
     if request.prompt is not None:
         return [Message("user", [Text(str(request.prompt))])]
     return request.messages
@@ -314,15 +324,15 @@ def _join_text(parts: Iterable[object]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def _message_key(message: Message) -> Hashable:
-    """Equal for messages that say the same. Ids and seals say nothing."""
+def _make_message_key(message: Message) -> Hashable:
+    """Makes a key that is equal for messages that say the same. Ids and seals don't count."""
     role = "system" if message.role in _SYSTEM_ROLES else message.role
-    rest: list[Hashable] = []
+    content: list[Hashable] = []
     for part in message.parts:
         if isinstance(part, ToolCall):
-            rest.append((part.name, part.arguments))
+            content.append((part.name, part.arguments))
         elif isinstance(part, ToolResult):
-            rest.append(_join_text(part.parts).strip())
+            content.append(_join_text(part.parts).strip())
         elif isinstance(part, Media):
-            rest.append((part.kind, part.data or part.url or part.file_id))
-    return (role, _join_text(message.parts).strip(), *rest)
+            content.append((part.kind, part.data or part.url or part.file_id))
+    return (role, _join_text(message.parts).strip(), *content)

@@ -1,9 +1,8 @@
-"""Sessions as a trainer receives them, checked without the store: the document has to agree with itself.
+"""Checks a received document without the store: whether it is consistent in itself.
 
-The service has compared every number with the stored rows before it sent them (checker.py). What a trainer can see by
-itself is whether the arrays fit together, whether each sampling trains once, whether its numbers can be what an engine
-sampled with, and whether a session's weights add up to 1. So it notices a document that was cut, mixed up or made by
-something else than the service.
+The service has compared every number with the stored rows before it sent them (checker.py). A trainer can check whether
+the arrays fit together, whether each sampling trains once, whether the numbers are plausible, and whether a session's
+weights add up to 1. So it notices a document that was cut, mixed up or not made by the service.
 
 A problem of a whole tree has no session id: it is every session's.
 """
@@ -14,10 +13,10 @@ from math import isclose
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.records.exchange import Logprobs
+from polar.records.exchange import Logprobs, TokenIds
 from polar.records.session import HeldBackError, HoldReason
 from polar.records.spans import ExcludedSpan
-from polar.records.trajectory import NO_VERSION, Ids, Term, Trace, Trajectory, TreeTrajectory
+from polar.records.trajectory import NO_VERSION, PolicyVersions, Term, Trace, Trajectory, TreeTrajectory
 from polar.trajectory.checker import SessionChecker, is_in_checked_share
 from polar.trajectory.verify import describe_malformed_tree
 from polar.trajectory.verify_rows import MAX_LOGPROB, MIN_LOGPROB, Problem, ProblemKind
@@ -26,17 +25,17 @@ from polar.trajectory.verify_rows import MAX_LOGPROB, MIN_LOGPROB, Problem, Prob
 def find_hold_reason(
     checker: SessionChecker, session_id: str, find_problems: Callable[[], Sequence[Problem]]
 ) -> HoldReason | None:
-    """Why a received session must not be trained on; None where it may, or is not in the share that is checked."""
+    """Returns why a received session must not be trained on; None if it may, or is not in the checked share."""
     if not is_in_checked_share(session_id, checker.share):
-        checker.watcher.session_skipped()
+        checker.watcher.record_skip()
         return None
-    held: HeldBackError | None = None
+    failure: HeldBackError | None = None
     try:
-        checker.look_for_problems(session_id, find_problems)
+        checker.run_check(session_id, find_problems)
     except HeldBackError as error:
-        held = error
-    checker.watcher.session_checked(held)
-    return None if held is None else held.reason
+        failure = error
+    checker.watcher.record_check(failure)
+    return None if failure is None else failure.reason
 
 
 class _Findings:
@@ -69,15 +68,15 @@ def check_received(trajectory: Trajectory) -> list[Problem]:
     _check_coverage(findings, sampled, trajectory.excluded)
     counts = trajectory.tokens
     if (counts.trainable, counts.computed) != (total, computed):
-        said = f"{counts.computed} computed and {counts.trainable} trainable tokens are announced"
-        findings.add("counts", f"{said}, and there are {computed} and {total}")
+        announced = f"{counts.computed} computed and {counts.trainable} trainable tokens are announced"
+        findings.add("counts", f"{announced}, and there are {computed} and {total}")
     if trajectory.reward is not None and trajectory.reason is not None:
         findings.add("reward", f"it has the reward {trajectory.reward} and the reason {trajectory.reason}")
     return findings.problems
 
 
 def _check_shape(findings: _Findings, trace: Trace, where: str) -> bool:
-    """Whether arrays and spans fit together: only then can anything else be looked at."""
+    """Whether arrays and spans fit together. Only then can the rest be checked."""
     length = len(trace.response_ids)
     arrays = (trace.loss_mask, trace.policy_versions, *(() if trace.logprobs is None else (trace.logprobs,)))
     if any(len(array) != length for array in arrays):
@@ -133,15 +132,15 @@ def check_received_tree(tree: TreeTrajectory) -> list[Problem]:
         findings.add("structure", f"prefix_tree: {malformation}")
         return findings.problems
     _check_ids(findings, tree.ids, "prefix_tree")
-    known = {session.session_id for session in tree.sessions}
-    totals: dict[str, int] = dict.fromkeys(known, 0)
+    session_ids = {session.session_id for session in tree.sessions}
+    totals: dict[str, int] = dict.fromkeys(session_ids, 0)
     exchanges: dict[tuple[str, str], list[Term]] = {}
     for term in tree.terms:
         totals[term.session_id] = totals.get(term.session_id, 0) + term.stop - term.start
         exchanges.setdefault((term.session_id, term.exchange_id), []).append(term)
     for (session_id, exchange_id), terms in exchanges.items():
         session_findings = _Findings(session_id)
-        if session_id not in known:
+        if session_id not in session_ids:
             session_findings.add(
                 "unknown", "prefix_tree: it has tokens, and is none of the tree's sessions", exchange_id
             )
@@ -151,55 +150,55 @@ def check_received_tree(tree: TreeTrajectory) -> list[Problem]:
     for term in tree.terms:
         sampled = term.exchange_id, term.offset, term.offset + term.stop - term.start
         by_session.setdefault(term.session_id, []).append(sampled)
-    whose = {exchange_id: session_id for session_id, exchange_id in exchanges}
-    for session_id, sampled_there in by_session.items():
+    session_by_exchange = {exchange_id: session_id for session_id, exchange_id in exchanges}
+    for session_id, sampled_ranges in by_session.items():
         session_findings = _Findings(session_id)
-        excluded = [one for one in tree.excluded if whose.get(one.exchange_id) == session_id]
-        _check_coverage(session_findings, sampled_there, excluded)
+        excluded = [span for span in tree.excluded if session_by_exchange.get(span.exchange_id) == session_id]
+        _check_coverage(session_findings, sampled_ranges, excluded)
         findings.problems += session_findings.problems
     trainable = sum(term.stop - term.start for term in tree.terms)
     if (tree.tokens.unique, tree.tokens.trainable) != (len(tree.ids), trainable):
-        said = f"{tree.tokens.unique} unique and {tree.tokens.trainable} trainable tokens are announced"
-        findings.add("counts", f"prefix_tree: {said}, and there are {len(tree.ids)} and {trainable}")
+        announced = f"{tree.tokens.unique} unique and {tree.tokens.trainable} trainable tokens are announced"
+        findings.add("counts", f"prefix_tree: {announced}, and there are {len(tree.ids)} and {trainable}")
     for session in tree.sessions:
         if session.reward is not None and session.reason is not None:
-            said = f"it has the reward {session.reward} and the reason {session.reason}"
-            findings.add("reward", f"prefix_tree: {said}", session_id=session.session_id)
+            message = f"prefix_tree: it has the reward {session.reward} and the reason {session.reason}"
+            findings.add("reward", message, session_id=session.session_id)
     return findings.problems
 
 
 def _check_terms(findings: _Findings, tree: TreeTrajectory, terms: Iterable[Term], total: int) -> None:
-    """Of one exchange: they stand one behind the other, along one path."""
-    before: Term | None = None
+    """Checks the terms of one exchange, which must follow one another along one path."""
+    previous: Term | None = None
     for term in sorted(terms, key=lambda term: term.offset):
         count = term.stop - term.start
         size = int(tree.starts[term.node + 1] - tree.starts[term.node]) if 0 <= term.node < len(tree.parents) else -1
         arrays = (term.policy_versions, *(() if term.logprobs is None else (term.logprobs,)))
         if not 0 <= term.start < term.stop <= size or term.offset < 0 or any(len(array) != count for array in arrays):
-            said = f"prefix_tree: node {term.node} has no tokens {term.start}:{term.stop} with the arrays of the term"
-            findings.add("structure", said, term.exchange_id)
+            message = f"prefix_tree: node {term.node} has no tokens {term.start}:{term.stop} with the term's arrays"
+            findings.add("structure", message, term.exchange_id)
             return
         _check_numbers(findings, term.policy_versions, term.logprobs, "prefix_tree", term.exchange_id)
         if not isclose(term.weight, count / max(total, 1), rel_tol=1e-9):
             findings.add("weight", f"prefix_tree: {term.weight} for {count} of {total} tokens", term.exchange_id)
-        if before is not None and not _continues(tree, before, term):
-            said = f"prefix_tree: sampled token {term.offset} does not stand behind the one before it"
-            findings.add("context", said, term.exchange_id)
-        before = term
+        if previous is not None and not _follows_directly(tree, previous, term):
+            message = f"prefix_tree: sampled token {term.offset} does not stand behind the one before it"
+            findings.add("context", message, term.exchange_id)
+        previous = term
 
 
-def _continues(tree: TreeTrajectory, before: Term, term: Term) -> bool:
-    if term.node == before.node:
-        return term.start - before.start == term.offset - before.offset
-    size = int(tree.starts[before.node + 1] - tree.starts[before.node])
-    at_edge = before.stop == size and term.start == 0 and int(tree.parents[term.node]) == before.node
-    return at_edge and term.offset == before.offset + before.stop - before.start
+def _follows_directly(tree: TreeTrajectory, previous: Term, term: Term) -> bool:
+    if term.node == previous.node:
+        return term.start - previous.start == term.offset - previous.offset
+    size = int(tree.starts[previous.node + 1] - tree.starts[previous.node])
+    at_edge = previous.stop == size and term.start == 0 and int(tree.parents[term.node]) == previous.node
+    return at_edge and term.offset == previous.offset + previous.stop - previous.start
 
 
 # Of both
 
 
-def _check_ids(findings: _Findings, ids: Ids, where: str) -> None:
+def _check_ids(findings: _Findings, ids: TokenIds, where: str) -> None:
     wrong = ids < 0
     if wrong.any():
         first = int(wrong.argmax())
@@ -207,7 +206,7 @@ def _check_ids(findings: _Findings, ids: Ids, where: str) -> None:
 
 
 def _check_numbers(
-    findings: _Findings, versions: Ids, logprobs: Logprobs | None, where: str, exchange_id: str | None = None
+    findings: _Findings, versions: PolicyVersions, logprobs: Logprobs | None, where: str, exchange_id: str | None = None
 ) -> None:
     if (versions < 0).any():
         findings.add("version", f"{where}: a sampled token has the version {versions.min()}", exchange_id)
@@ -221,12 +220,12 @@ def _check_numbers(
 def _check_coverage(
     findings: _Findings, sampled: Iterable[tuple[str, int, int]], excluded: Iterable[ExcludedSpan]
 ) -> None:
-    """Of each exchange, what trains and what is excluded cover its sampled tokens from the first on, each once."""
+    """Checks that each exchange's trainable and excluded tokens cover its sampled tokens without gaps, each once."""
     parts: dict[str, list[tuple[int, int]]] = {}
     for exchange_id, start, stop in sampled:
         parts.setdefault(exchange_id, []).append((start, stop))
-    for one in excluded:
-        parts.setdefault(one.exchange_id, []).append((one.start, one.stop))
+    for span in excluded:
+        parts.setdefault(span.exchange_id, []).append((span.start, span.stop))
     for exchange_id, ranges in parts.items():
         reached = 0
         for start, stop in sorted(ranges):

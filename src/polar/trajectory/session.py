@@ -1,4 +1,4 @@
-"""A stored session as paths: which tokens each call saw and sampled, which part it played, and what of it trains."""
+"""Builds paths, trajectories and trees from stored sessions: which tokens each call saw, sampled and trains."""
 
 import asyncio
 import hashlib
@@ -13,13 +13,13 @@ from polar.errors import StoreError
 from polar.harnesses import find_call_patterns
 from polar.plugins import load as load_plugin
 from polar.records import experts, wire
-from polar.records.exchange import Exchange, VersionSpan
+from polar.records.exchange import Exchange, TokenIds, VersionSpan
 from polar.records.session import HeldBackError, Session, SessionSummary
 from polar.records.spans import ExcludedSpan, TokenCounts
 from polar.records.trajectory import (
     NO_VERSION,
-    Ids,
     Image,
+    PolicyVersions,
     SessionPaths,
     TokenPath,
     Trajectory,
@@ -29,26 +29,26 @@ from polar.records.trajectory import (
 from polar.store.base import Store
 from polar.trajectory.checker import SessionCheck, SessionChecker
 from polar.trajectory.roles import CallLabel, ModelCall, RoleOverrides, assign_roles, read_call
-from polar.trajectory.teacher import logprob_conditions
+from polar.trajectory.teacher import find_logprob_conditions
 from polar.types import Media, Message, Request, ToolResult
 
-NO_IDS: Ids = np.empty(0, np.int32)
+NO_IDS: TokenIds = np.empty(0, np.int32)
 TRACE_BUILDER = "prefix_merging"
 TREE_BUILDER = "prefix_tree"
 """The builder that takes many sessions and hands out a tree."""
 
 
 async def load_session_paths(store: Store, session_id: str) -> SessionPaths:
-    """All of a session's paths. Raises StoreError where there is no such session."""
-    session = await store.session(session_id)
+    """Loads a session's paths. Raises StoreError if there is no such session."""
+    session = await store.find_session(session_id)
     if session is None:
         raise StoreError(f"There is no session {session_id}.")
-    exchanges = [exchange async for exchange in store.exchanges(session_id)]
+    exchanges = [exchange async for exchange in store.read_exchanges(session_id)]
     return await asyncio.to_thread(read_session_paths, session, exchanges)
 
 
 class SessionCall(NamedTuple):
-    """An exchange, read: what was asked, and the part that it plays in its session."""
+    """An exchange with its decoded request and its role in the session."""
 
     exchange: Exchange
     call: ModelCall
@@ -56,7 +56,7 @@ class SessionCall(NamedTuple):
 
 
 def read_session_calls(session: Session | SessionSummary, exchanges: Iterable[Exchange]) -> list[SessionCall]:
-    """Of all of a session's exchanges. Reading requests takes most of the time that a session's result does."""
+    """Decodes all exchanges of a session and labels them. Decoding takes most of the time of a session's result."""
     exchanges = list(exchanges)
     with cache_decoded_items():
         calls = [read_call(exchange) for exchange in exchanges]
@@ -68,31 +68,31 @@ def read_session_calls(session: Session | SessionSummary, exchanges: Iterable[Ex
 
 
 def read_session_paths(session: Session, exchanges: Iterable[Exchange]) -> SessionPaths:
-    return paths_of_calls(session, read_session_calls(session, exchanges))
+    return build_session_paths(session, read_session_calls(session, exchanges))
 
 
-def paths_of_calls(session: Session, calls: Iterable[SessionCall]) -> SessionPaths:
+def build_session_paths(session: Session, calls: Iterable[SessionCall]) -> SessionPaths:
     overrides = RoleOverrides.from_metadata(session.metadata)
     known_media: _MediaByMessage = {}
     paths = [
-        _make_path(exchange, _request_images(call.request, known_media), label, overrides, session.turn_rewards)
+        _make_path(exchange, _collect_images(call.request, known_media), label, overrides, session.turn_rewards)
         for exchange, call, label in calls
         if exchange.sampled_ids is not None
     ]
-    return SessionPaths(session.session_id, paths, session.reward, _missing_reward_reason(session), session.suspicious)
+    return SessionPaths(session.session_id, paths, session.reward, _explain_missing_reward(session), session.suspicious)
 
 
 async def load_roles(store: Store, session_id: str) -> dict[str, CallLabel]:
-    """Each exchange's role and agent. Raises StoreError where there is no such session."""
-    session = await store.session(session_id)
+    """Loads each exchange's role and agent. Raises StoreError if there is no such session."""
+    session = await store.find_session(session_id)
     if session is None:
         raise StoreError(f"There is no session {session_id}.")
-    calls = [read_call(exchange) async for exchange in store.exchanges(session_id)]
+    calls = [read_call(exchange) async for exchange in store.read_exchanges(session_id)]
     return await asyncio.to_thread(assign_session_roles, session, calls)
 
 
 class SessionBuild(NamedTuple):
-    """What is made of a session on its way out."""
+    """What is built from a session for a document."""
 
     calls: list[SessionCall]
     session_paths: SessionPaths
@@ -102,12 +102,12 @@ class SessionBuild(NamedTuple):
 def build_trajectory(
     session: Session, exchanges: Sequence[Exchange], builder: str, checker: SessionChecker
 ) -> SessionBuild:
-    """What a builder makes of a session alone, checked. A tree is a group's: of one it is told as the traces it holds.
-    Raises HeldBackError."""
+    """Builds and checks a session's trajectory. Trees are for groups: for one session, TRACE_BUILDER takes the place
+    of TREE_BUILDER. Raises HeldBackError."""
     check = checker.begin(session)
     check.check_rows(exchanges)
     parts = read_session_calls(session, exchanges)
-    paths = paths_of_calls(session, parts)
+    paths = build_session_paths(session, parts)
     check.set_paths(exchanges, paths.paths)
     trajectory = run_builder(paths, builder)
     check.check_traces(trajectory)
@@ -115,14 +115,14 @@ def build_trajectory(
 
 
 def run_builder(paths: SessionPaths, builder: str) -> Trajectory:
-    """Unchecked: see `build`."""
+    """Runs a builder without the check: see `build_trajectory`."""
     built: Trajectory = load_plugin("builders", TRACE_BUILDER if builder == TREE_BUILDER else builder)(paths)
     return built
 
 
 class GroupTree:
-    """The tree of a group's sessions, checked. A session that is held back has no tokens in it, and its reason in
-    `sessions`."""
+    """Builds and checks the tree of a group's sessions. A session that is held back has no tokens in it, and its reason
+    in `sessions`."""
 
     def __init__(self, checker: SessionChecker) -> None:
         self._checker = checker
@@ -159,17 +159,17 @@ class GroupTree:
 
 
 def hold_back_session(session: Session, builder: str, error: HeldBackError) -> tuple[Session, Trajectory]:
-    """A session that is held back: without its reward, and without traces."""
-    held = msgspec.structs.replace(session, reward=None, reason=error.reason)
-    return held, Trajectory(session.session_id, builder, [], [], TokenCounts(0, 0, 0), None, error.reason)
+    """Returns the session without its reward, and an empty trajectory, both with the error's reason."""
+    held_session = msgspec.structs.replace(session, reward=None, reason=error.reason)
+    return held_session, Trajectory(session.session_id, builder, [], [], TokenCounts(0, 0, 0), None, error.reason)
 
 
 async def encode_trajectory(store: Store, session_id: str, builder: str, checker: SessionChecker) -> bytes:
-    """What a builder makes of a session, as JSON. Raises StoreError where there is no such session."""
-    session = await store.session(session_id)
+    """Builds a session's trajectory or tree, and encodes it as JSON. Raises StoreError if there is no such session."""
+    session = await store.find_session(session_id)
     if session is None:
         raise StoreError(f"There is no session {session_id}.")
-    exchanges = [exchange async for exchange in store.exchanges(session_id)]
+    exchanges = [exchange async for exchange in store.read_exchanges(session_id)]
 
     def encode() -> bytes:
         if builder == TREE_BUILDER:
@@ -181,8 +181,8 @@ async def encode_trajectory(store: Store, session_id: str, builder: str, checker
                 wire.trajectory_to_dict(build_trajectory(session, exchanges, builder, checker).trajectory)
             )
         except HeldBackError as error:
-            _, nothing = hold_back_session(session, builder, error)
-            return msgspec.json.encode(wire.trajectory_to_dict(nothing, status="ERROR", error=str(error)))
+            _, empty = hold_back_session(session, builder, error)
+            return msgspec.json.encode(wire.trajectory_to_dict(empty, status="ERROR", error=str(error)))
 
     return await asyncio.to_thread(encode)
 
@@ -190,13 +190,13 @@ async def encode_trajectory(store: Store, session_id: str, builder: str, checker
 def assign_session_roles(
     session: Session | SessionSummary, calls: list[ModelCall], overrides: RoleOverrides | None = None
 ) -> dict[str, CallLabel]:
-    """Each call's role and agent."""
+    """Assigns each call's role and agent, with the patterns of the session's harness."""
     harness = session.metadata.get("harness")
-    known = find_call_patterns(harness if isinstance(harness, str) else None)
-    return assign_roles(calls, knowledge=known, overrides=overrides or RoleOverrides.from_metadata(session.metadata))
+    patterns = find_call_patterns(harness if isinstance(harness, str) else None)
+    return assign_roles(calls, patterns=patterns, overrides=overrides or RoleOverrides.from_metadata(session.metadata))
 
 
-def _missing_reward_reason(session: Session) -> str | None:
+def _explain_missing_reward(session: Session) -> str | None:
     if session.reward is not None:
         return None
     return session.reason or ("not_ended" if session.status == "open" else "not_evaluated")
@@ -217,14 +217,14 @@ def _make_path(
         prompt=prompt,
         sampled=ids,
         logprobs=exchange.logprobs if trainable else None,
-        versions=_token_versions(exchange.versions, len(ids)) if trainable else None,
+        versions=_expand_versions(exchange.versions, len(ids)) if trainable else None,
         num_trainable=trainable,
         excluded=excluded,
         role=label.role,
         agent_id=label.agent_id,
         branch_reason=exchange.branch_reason,
         temperature=exchange.sampling.temperature,
-        scale=_logit_scale(exchange, images) if trainable else None,
+        scale=_find_logit_scale(exchange, images) if trainable else None,
         finish_reason=exchange.finish_reason,
         reward=rewards.get(exchange.exchange_id),
         images=images,
@@ -235,29 +235,30 @@ def _make_path(
 def _count_trainable(
     exchange: Exchange, sampled: int, label: CallLabel, overrides: RoleOverrides
 ) -> tuple[int, list[ExcludedSpan]]:
-    """How many of the first sampled tokens train, and why the others don't."""
+    """Returns how many of the first sampled tokens train, and why the others don't."""
     reason = exchange.untrainable
     if reason is None and label.role not in overrides.trainable_roles:
         reason = f"role_{label.role}"
-    kept = exchange.delivered if reason is None else 0
+    trainable = exchange.delivered if reason is None else 0
     excluded = []
     if reason is not None and exchange.delivered:
         excluded.append(ExcludedSpan(exchange.exchange_id, 0, exchange.delivered, reason))
     if exchange.delivered < sampled:
-        late = "undelivered" if exchange.untrainable is None else exchange.untrainable
-        excluded.append(ExcludedSpan(exchange.exchange_id, exchange.delivered, sampled, late))
-    return kept, excluded
+        undelivered_reason = "undelivered" if exchange.untrainable is None else exchange.untrainable
+        excluded.append(ExcludedSpan(exchange.exchange_id, exchange.delivered, sampled, undelivered_reason))
+    return trainable, excluded
 
 
-def _logit_scale(exchange: Exchange, images: list[Image]) -> float | None:
-    """Where the engine gave no log-probabilities, the trainer's own are those that were sampled with."""
-    found = logprob_conditions(exchange, images=bool(images))
-    if found.skip_reason == "no_logprobs":
+def _find_logit_scale(exchange: Exchange, images: list[Image]) -> float | None:
+    """Returns what the logits are divided by for the log-probabilities, or None if unknown. If the engine gave none,
+    the trainer recomputes them at the temperature that was sampled with."""
+    conditions = find_logprob_conditions(exchange, images=bool(images))
+    if conditions.skip_reason == "no_logprobs":
         return exchange.sampling.temperature or 1.0
-    return found.temperature if found.skip_reason is None else None
+    return conditions.temperature if conditions.skip_reason is None else None
 
 
-def _token_versions(spans: list[VersionSpan], sampled: int) -> Ids:
+def _expand_versions(spans: list[VersionSpan], sampled: int) -> PolicyVersions:
     versions = np.full(sampled, NO_VERSION, np.int32)
     for span in spans:
         versions[span.start : span.stop] = span.version
@@ -265,25 +266,26 @@ def _token_versions(spans: list[VersionSpan], sampled: int) -> Ids:
 
 
 _MediaByMessage = dict[int, tuple[Message, list[Media]]]
-"""Of each message, by its id()."""
+"""A message and its media, by the message's id()."""
 
 
-def _request_images(request: Request, known: _MediaByMessage) -> list[Image]:
-    """Pictures are rendered by the engine, which doesn't say where their placeholders stand: they count from the
-    prompt's beginning, so that prompts with other pictures share nothing. Rather too little is shared than too much."""
-    shown = [piece for message in request.messages if (pieces := _find_media(message, known)) for piece in pieces]
-    if not shown:
+def _collect_images(request: Request, cache: _MediaByMessage) -> list[Image]:
+    """Collects a request's pictures as one image at the prompt's beginning. The engine renders them and does not say
+    where their placeholders are, so prompts with different pictures share nothing: too little is better than too
+    much."""
+    media = [piece for message in request.messages for piece in _find_media(message, cache)]
+    if not media:
         return []
-    found = hashlib.sha256()
-    for piece in shown:
-        found.update(msgspec.msgpack.encode(piece))
-    return [Image(0, found.digest())]
+    digest = hashlib.sha256()
+    for piece in media:
+        digest.update(msgspec.msgpack.encode(piece))
+    return [Image(0, digest.digest())]
 
 
-def _find_media(message: Message, known: _MediaByMessage) -> list[Media]:
-    """`known` are those of messages that were looked at before: a session's requests repeat them."""
-    seen = known.get(id(message))
-    if seen is None:
+def _find_media(message: Message, cache: _MediaByMessage) -> list[Media]:
+    """Finds a message's media. `cache` has those of earlier messages, since a session's requests repeat them."""
+    entry = cache.get(id(message))
+    if entry is None:
         pieces = (piece for part in message.parts for piece in (part.parts if isinstance(part, ToolResult) else [part]))
-        seen = known[id(message)] = message, [piece for piece in pieces if isinstance(piece, Media)]
-    return seen[1]
+        entry = cache[id(message)] = message, [piece for piece in pieces if isinstance(piece, Media)]
+    return entry[1]

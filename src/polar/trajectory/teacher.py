@@ -1,4 +1,4 @@
-"""Teacher forcing: what a model says of the tokens that were sampled, against the log-probabilities that were recorded.
+"""Teacher forcing: recomputes the log-probabilities of sampled tokens, and compares them with the recorded ones.
 
 Traces are run in the order of their ids, and what one shares with the one before stays in the attention cache: that is
 a walk over the token tree, depth first, so shared prefixes are computed once. All in fp32, with logits of the tokens
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from polar.distribution import install_hint
 from polar.errors import ConfigError
-from polar.records.exchange import Exchange
-from polar.records.trajectory import Ids, Trace
+from polar.records.exchange import Exchange, TokenIds
+from polar.records.trajectory import Trace
 
 _FORWARD_TOKENS = 512
 """Tokens in one forward pass."""
@@ -43,13 +43,13 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 
 
 class LogprobConditions(Struct, frozen=True):
-    """How the logits of an exchange became its log-probabilities: divided by `temperature`; or why nobody can say."""
+    """How an exchange's log-probabilities follow from the logits: divided by `temperature`, or why that is unknown."""
 
     temperature: float = 1.0
     skip_reason: str | None = None
 
 
-def logprob_conditions(exchange: Exchange, *, images: bool = False) -> LogprobConditions:
+def find_logprob_conditions(exchange: Exchange, *, images: bool = False) -> LogprobConditions:
     if images:
         return LogprobConditions(skip_reason="images")
     if exchange.logprobs is None or exchange.logprob_kind == "none":
@@ -93,13 +93,13 @@ class LogprobComparison(Struct):
 
 
 class _ScoredTokens(Struct):
-    """The tokens of one trace whose log-probabilities are asked for. Arrays of one entry each."""
+    """The tokens of one trace whose log-probabilities are compared. The arrays have one entry for each."""
 
     trace: Trace
-    ids: Ids  # prompt and response, whole
+    ids: TokenIds  # prompt and response, whole
     positions: NDArray[np.int64]  # in `ids`
     temperatures: NDArray[np.float32]
-    exchanges: list[tuple[str, int]]  # whose sampled token it is, and which
+    exchanges: list[tuple[str, int]]  # the exchange that sampled the token, and its position there
 
 
 class Teacher:
@@ -112,7 +112,7 @@ class Teacher:
         self.vocabulary_size: int = model.get_input_embeddings().num_embeddings
         self.num_computed_tokens = 0  # tokens that went through the model
         self._cache: Any = None
-        self._cached_ids: Ids = np.empty(0, np.int32)
+        self._cached_ids: TokenIds = np.empty(0, np.int32)
         # Plain attention can forget the end of a sequence and take up from there. What keeps a running state or a
         # window can't: such a model reads each trace whole.
         self._forward(np.zeros(2, np.int32), np.zeros(1, np.int64))
@@ -123,7 +123,7 @@ class Teacher:
 
     @classmethod
     def load(cls, folder: Path) -> "Teacher":
-        """From local files alone."""
+        """Loads a model from local files alone."""
         try:
             torch, transformers = import_module("torch"), import_module("transformers")
         except ImportError as error:
@@ -150,11 +150,13 @@ class Teacher:
         *,
         policy_version: int | None = None,
     ) -> None:
-        """Adds to `into`. `known` has the conditions of every exchange; `version`: only what that policy sampled."""
-        wanted = [self._select_tokens(trace, conditions_by_exchange, into, policy_version) for trace in traces]
-        for it in sorted(wanted, key=lambda it: it.ids.astype(">i4").tobytes()):
-            if len(it.positions):
-                _add_differences(it, self.logprobs(it.ids, it.positions, it.temperatures), into)
+        """Compares the traces' log-probabilities, and adds the result to `into`. With `policy_version`, only tokens
+        that this policy sampled are compared."""
+        selected = [self._select_tokens(trace, conditions_by_exchange, into, policy_version) for trace in traces]
+        for scored in sorted(selected, key=lambda scored: scored.ids.astype(">i4").tobytes()):
+            if len(scored.positions):
+                logprobs = self.compute_logprobs(scored.ids, scored.positions, scored.temperatures)
+                _add_differences(scored, logprobs, into)
 
     def _select_tokens(
         self,
@@ -165,17 +167,17 @@ class Teacher:
     ) -> _ScoredTokens:
         ids = np.concatenate((trace.prompt_ids, trace.response_ids))
         edge = len(trace.prompt_ids)
-        strange = bool(len(ids)) and (int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary_size)
+        has_unknown_ids = bool(len(ids)) and (int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary_size)
         positions: list[int] = []
         temperatures: list[float] = []
         exchanges: list[tuple[str, int]] = []
         for span in trace.spans:
-            how = conditions_by_exchange[span.exchange_id]
+            conditions = conditions_by_exchange[span.exchange_id]
             for at in range(span.start, span.stop):
-                skip = how.skip_reason
+                skip = conditions.skip_reason
                 if policy_version is not None and trace.policy_versions[at] != policy_version:
                     skip = "other_version"
-                elif strange:
+                elif has_unknown_ids:
                     skip = "not_in_vocabulary"
                 elif edge + at == 0:
                     skip = "no_context"
@@ -183,52 +185,53 @@ class Teacher:
                     into.skipped[skip] += 1
                     continue
                 positions.append(edge + at)
-                temperatures.append(how.temperature)
+                temperatures.append(conditions.temperature)
                 exchanges.append((span.exchange_id, span.offset + at - span.start))
         return _ScoredTokens(trace, ids, np.array(positions, np.int64), np.array(temperatures, np.float32), exchanges)
 
-    def logprobs(
-        self, ids: Ids, positions: NDArray[np.int64], temperatures: NDArray[np.float32]
+    def compute_logprobs(
+        self, ids: TokenIds, positions: NDArray[np.int64], temperatures: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """Of the tokens at some positions (ascending, none of them the first), each given all that stands before it."""
+        """Computes the log-probabilities of the tokens at `positions` (ascending, without 0), each given all tokens
+        before it."""
         torch = self._torch
-        places = positions - 1  # a token's logits stand at the one before it
-        start = min(_common_prefix_length(self._cached_ids, ids), int(places[0])) if self._can_crop_cache else 0
+        places = positions - 1  # a token's logits are computed at the token before it
+        start = min(_count_common_prefix(self._cached_ids, ids), int(places[0])) if self._can_crop_cache else 0
         self._crop_cache(start)
         end = int(places[-1]) + 1
-        found = []
+        logprobs = []
         while start < end:
             stop = min(start + _FORWARD_TOKENS, end) if self._can_crop_cache else end
-            here = (places >= start) & (places < stop)
-            logits = self._forward(ids[start:stop], places[here] - start)
-            if here.any():
-                scale = torch.from_numpy(temperatures[here]).to(self._device)[:, None]
-                picked = torch.from_numpy(ids[positions[here]].astype(np.int64)).to(self._device)[:, None]
-                found.append(torch.log_softmax(logits / scale, -1).gather(1, picked)[:, 0].cpu().numpy())
+            in_block = (places >= start) & (places < stop)
+            logits = self._forward(ids[start:stop], places[in_block] - start)
+            if in_block.any():
+                scale = torch.from_numpy(temperatures[in_block]).to(self._device)[:, None]
+                sampled = torch.from_numpy(ids[positions[in_block]].astype(np.int64)).to(self._device)[:, None]
+                logprobs.append(torch.log_softmax(logits / scale, -1).gather(1, sampled)[:, 0].cpu().numpy())
             start = stop
         self._cached_ids = ids[:end]
-        return np.concatenate(found)
+        return np.concatenate(logprobs)
 
-    def _forward(self, ids: Ids, keep: NDArray[np.int64]) -> Any:
-        """Goes on from what the cache holds; logits at the places to keep."""
+    def _forward(self, ids: TokenIds, keep: NDArray[np.int64]) -> Any:
+        """Runs the model on ids behind the cached ones. Returns the logits at the positions `keep`."""
         torch = self._torch
         with torch.inference_mode():
-            out = self._model(
+            output = self._model(
                 input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(self._device),
                 past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=torch.from_numpy(keep).to(self._device) if len(keep) else 1,
             )
-        self._cache = getattr(out, "past_key_values", None)
+        self._cache = getattr(output, "past_key_values", None)
         self.num_computed_tokens += len(ids)
-        return out.logits[0].float()
+        return output.logits[0].float()
 
     def _crop_cache(self, length: int) -> None:
-        """All behind the first `length` tokens."""
+        """Drops what is cached behind the first `length` tokens."""
         if not length:
             self._cache = None
-        elif (gone := len(self._cached_ids) - length) > 0:
-            self._cache.crop(-gone)
+        elif (excess := len(self._cached_ids) - length) > 0:
+            self._cache.crop(-excess)
         self._cached_ids = self._cached_ids[:length]
 
 
@@ -259,8 +262,8 @@ def _add_differences(wanted: _ScoredTokens, recomputed: NDArray[np.float32], int
     )
 
 
-def _common_prefix_length(a: Ids, b: Ids) -> int:
-    """How many leading ids are equal."""
+def _count_common_prefix(a: TokenIds, b: TokenIds) -> int:
+    """Counts the leading ids that are equal."""
     length = min(len(a), len(b))
     unequal = np.flatnonzero(a[:length] != b[:length])
     return int(unequal[0]) if len(unequal) else length

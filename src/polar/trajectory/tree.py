@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from polar.records.trajectory import ROOT, Ids, TokenPath
+from polar.records.exchange import TokenIds
+from polar.records.trajectory import ROOT, TokenPath
 
 _FIRST_BLOCK_TOKENS, _MAX_BLOCK_TOKENS = 256, 32 * 1024
 """Tokens compared at once: few at first, where paths part most often, then as many as the processor's cache likes."""
@@ -55,11 +56,11 @@ class TokenTree(Struct):
 
     @property
     def num_tokens(self) -> int:
-        """How many there are, each once."""
+        """The number of unique tokens."""
         return sum(node.stop - node.start for node in self.nodes)
 
-    def ids(self, number: int) -> Ids:
-        """A node's token ids: a view where they lie in one array of its path."""
+    def get_ids(self, number: int) -> TokenIds:
+        """Returns a node's token ids, as a view if they are in one array of its path."""
         node = self.nodes[number]
         path = self.paths[node.path]
         context = len(path.prompt)
@@ -69,29 +70,29 @@ class TokenTree(Struct):
             return path.sampled[node.start - context : node.stop - context]
         return np.concatenate([path.prompt[node.start :], path.sampled[: node.stop - context]])
 
-    def node_at(self, path: int, depth: int) -> int:
-        """The node that holds the last of a path's first `depth` tokens."""
+    def find_node(self, path: int, depth: int) -> int:
+        """Returns the node that has the last of a path's first `depth` tokens."""
         number = self.ends[path]
         while number != ROOT and self.nodes[number].start >= depth:
             number = self.nodes[number].parent
         return number
 
-    def sampled_spans(self, path: int) -> list[NodeSpan]:
-        """Where a path's sampled tokens are, from first to last."""
+    def list_sampled_spans(self, path: int) -> list[NodeSpan]:
+        """Lists the spans of a path's sampled tokens, from first to last."""
         context = len(self.paths[path].prompt)
         end = context + len(self.paths[path].sampled)
-        found = []
+        spans = []
         number = self.ends[path]
         while number != ROOT and (node := self.nodes[number]).stop > context:
             start, stop = max(node.start, context), min(node.stop, end)
             if start < stop:
-                found.append(NodeSpan(path, number, start - node.start, stop - node.start, start - context))
+                spans.append(NodeSpan(path, number, start - node.start, stop - node.start, start - context))
             number = node.parent
-        return found[::-1]
+        return spans[::-1]
 
 
 def build_token_tree(paths: Sequence[TokenPath]) -> TokenTree:
-    """The tree of the given paths, of one session or of many."""
+    """Builds the tree of paths, which may be of several sessions."""
     builder = _TreeBuilder(_make_key_sequences(paths))
     for index in range(len(paths)):
         builder.add(index)
@@ -106,59 +107,60 @@ class _KeySequence:
 
     __slots__ = ("context", "length", "prompt", "sampled")
 
-    def __init__(self, prompt: Ids, sampled: Ids) -> None:
+    def __init__(self, prompt: TokenIds, sampled: TokenIds) -> None:
         self.prompt = prompt
         self.sampled = sampled
         self.context = len(prompt)
         self.length = len(prompt) + len(sampled)
 
-    def key(self, at: int) -> int:
+    def get_key(self, at: int) -> int:
         return self.prompt.item(at) if at < self.context else self.sampled.item(at - self.context)
 
-    def rest(self, at: int) -> Ids:
-        """From `at` to the end of the array that it is in."""
+    def get_array_from(self, at: int) -> TokenIds:
+        """Returns the keys from `at` to the end of the array that it is in."""
         return self.prompt[at:] if at < self.context else self.sampled[at - self.context :]
 
 
 def _make_key_sequences(paths: Sequence[TokenPath]) -> list[_KeySequence]:
-    """Ids are keys already; a prompt with images gets a copy with theirs in it. Images are the same where placeholder
-    and digest are. They are numbered in sorted order, so that the numbers don't depend on the order of the paths."""
-    seen = {look for path in paths if path.images for look in _image_keys(path).values()}
-    numbers = {look: index - len(seen) for index, look in enumerate(sorted(seen))}
-    lines = []
+    """Makes the keys of paths. Ids are keys already; in a prompt with images, the keys of the images replace their
+    first placeholders. Images with the same placeholder and digest have the same key. Keys are numbered in sorted
+    order, so that they don't depend on the order of the paths."""
+    images = {image for path in paths if path.images for image in _collect_image_keys(path).values()}
+    numbers = {image: index - len(images) for index, image in enumerate(sorted(images))}
+    sequences = []
     for path in paths:
         prompt = path.prompt
         if path.images:
             prompt = prompt.copy()
-            for position, look in _image_keys(path).items():
-                prompt[position] = numbers[look]
-        lines.append(_KeySequence(prompt, path.sampled))
-    return lines
+            for position, image in _collect_image_keys(path).items():
+                prompt[position] = numbers[image]
+        sequences.append(_KeySequence(prompt, path.sampled))
+    return sequences
 
 
-def _image_keys(path: TokenPath) -> dict[int, tuple[int, tuple[bytes, ...]]]:
-    """By position: the placeholder's own id, and the digests of what stands there (more than one where an image has no
+def _collect_image_keys(path: TokenPath) -> dict[int, tuple[int, tuple[bytes, ...]]]:
+    """Collects by position the placeholder's id and the digests of the images there (several if an image has no
     placeholders of its own)."""
     digests: dict[int, tuple[bytes, ...]] = {}
     for image in path.images:
         digests[image.position] = (*digests.get(image.position, ()), image.digest)
-    return {position: (path.prompt.item(position), found) for position, found in digests.items()}
+    return {position: (path.prompt.item(position), image_digests) for position, image_digests in digests.items()}
 
 
-def _common_length(left: _KeySequence, right: _KeySequence, at: int) -> int:
-    """How far two lines are the same that are known to be so up to `at`."""
+def _extend_common_length(left: _KeySequence, right: _KeySequence, at: int) -> int:
+    """Returns how long the common prefix of two sequences is, which are equal up to `at`."""
     stop = min(left.length, right.length)
     while at < stop:
-        one, other = left.rest(at), right.rest(at)
-        shared = _common_prefix_length(one, other)
+        left_keys, right_keys = left.get_array_from(at), right.get_array_from(at)
+        shared = _count_common_prefix(left_keys, right_keys)
         at += shared
-        if shared < min(len(one), len(other)):
+        if shared < min(len(left_keys), len(right_keys)):
             break
     return at
 
 
-def _common_prefix_length(left: Ids, right: Ids) -> int:
-    """The length of the longest common prefix."""
+def _count_common_prefix(left: TokenIds, right: TokenIds) -> int:
+    """Returns the length of the longest common prefix."""
     size = min(len(left), len(right))
     at, block = 0, _FIRST_BLOCK_TOKENS
     while at < size:
@@ -201,9 +203,9 @@ class _TreeBuilder:
         branch, at = self._follow_last(line)
         while at < line.length:
             # The tree has the line's first `at` keys, the last of them in `branch`.
-            key = line.key(at)
+            key = line.get_key(at)
             if at < branch.stop:
-                if self._sequences[branch.path].key(at) != key:
+                if self._sequences[branch.path].get_key(at) != key:
                     branch = self._add_leaf(self._split(branch, at, index), index, at)
                     break
             elif (child := branch.children.get(key)) is not None:
@@ -215,9 +217,9 @@ class _TreeBuilder:
                 branch.path, branch.stop = index, line.length
                 break
             entered = branch
-            at = _common_length(line, self._sequences[branch.path], at + 1)
+            at = _extend_common_length(line, self._sequences[branch.path], at + 1)
             while branch.stop < at:
-                branch = branch.children[line.key(branch.stop)]
+                branch = branch.children[line.get_key(branch.stop)]
             if entered.stop <= at:
                 entered.path = index  # what comes next here is likely to resemble what came last
         self._end_branches.append(branch)
@@ -227,7 +229,7 @@ class _TreeBuilder:
         if not self._end_branches:
             return self._root, 0
         branch = self._end_branches[-1]
-        at = _common_length(line, self._sequences[len(self._end_branches) - 1], 0)
+        at = _extend_common_length(line, self._sequences[len(self._end_branches) - 1], 0)
         while branch.parent is not None and branch.start >= at:
             branch = branch.parent
         return branch, at
@@ -235,7 +237,7 @@ class _TreeBuilder:
     def _add_leaf(self, parent: _Branch, index: int, at: int) -> _Branch:
         line = self._sequences[index]
         leaf = _Branch(parent, index, at, line.length)
-        parent.children[line.key(at)] = leaf
+        parent.children[line.get_key(at)] = leaf
         return leaf
 
     def _split(self, lower: _Branch, at: int, index: int) -> _Branch:
@@ -243,20 +245,20 @@ class _TreeBuilder:
         above = lower.parent
         assert above is not None  # the root is empty
         upper = _Branch(above, index, lower.start, at)
-        above.children[self._sequences[index].key(lower.start)] = upper
-        upper.children[self._sequences[lower.path].key(at)] = lower
+        above.children[self._sequences[index].get_key(lower.start)] = upper
+        upper.children[self._sequences[lower.path].get_key(at)] = lower
         lower.parent, lower.start = upper, at
         return upper
 
     def number_nodes(self) -> list[Node]:
         nodes: list[Node] = []
-        waiting = _children_reversed(self._root)
+        waiting = _list_children_reversed(self._root)
         while waiting:
             branch = waiting.pop()
             branch.number = len(nodes)
             assert branch.parent is not None
             nodes.append(Node(branch.parent.number, branch.path, branch.start, branch.stop))
-            waiting.extend(_children_reversed(branch))
+            waiting.extend(_list_children_reversed(branch))
         return nodes
 
     def find_end_nodes(self) -> list[int]:
@@ -273,5 +275,5 @@ class _TreeBuilder:
         return ends
 
 
-def _children_reversed(branch: _Branch) -> list[_Branch]:
+def _list_children_reversed(branch: _Branch) -> list[_Branch]:
     return [branch.children[key] for key in sorted(branch.children, reverse=True)]

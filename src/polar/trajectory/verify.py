@@ -20,10 +20,19 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from polar.records.exchange import Exchange, Logprobs
+from polar.records.exchange import Exchange, Logprobs, TokenIds
 from polar.records.session import Session
 from polar.records.spans import TRAINABLE_ROLES, ExchangeRole, ExcludedSpan
-from polar.records.trajectory import NO_VERSION, Ids, Image, Term, TokenPath, Trace, Trajectory, TreeTrajectory
+from polar.records.trajectory import (
+    NO_VERSION,
+    Image,
+    PolicyVersions,
+    Term,
+    TokenPath,
+    Trace,
+    Trajectory,
+    TreeTrajectory,
+)
 from polar.trajectory.verify_contexts import ContextIndex, ExchangeContext
 from polar.trajectory.verify_rows import Problem, ProblemKind, check_records
 
@@ -40,10 +49,10 @@ class RecordedExchange(Struct):
 
     session_id: str
     exchange_id: str
-    prompt: Ids
-    sampled: Ids
+    prompt: TokenIds
+    sampled: TokenIds
     logprobs: Logprobs | None
-    versions: Ids
+    versions: PolicyVersions
     delivered: int
     untrainable: str | None
     role: ExchangeRole
@@ -51,7 +60,7 @@ class RecordedExchange(Struct):
     images: list[Image]
     context: ExchangeContext
 
-    def token_slice(self, start: int, stop: int) -> Ids:
+    def get_ids(self, start: int, stop: int) -> TokenIds:
         """Of the prompt and the sampled tokens, one after the other."""
         edge = len(self.prompt)
         if stop <= edge:
@@ -83,10 +92,10 @@ class RecordedSession:
         self.num_trainable = sum(entry.num_trainable for entry in self.entries.values())
 
     def _make_entry(self, exchange: Exchange, path: TokenPath | None) -> RecordedExchange:
-        none: Ids = np.empty(0, np.int32)
+        none: TokenIds = np.empty(0, np.int32)
         prompt = none if exchange.prompt_ids is None else exchange.prompt_ids
         sampled = none if exchange.sampled_ids is None else exchange.sampled_ids
-        versions: Ids = np.full(len(sampled), _UNKNOWN_VERSION, np.int32)
+        versions: PolicyVersions = np.full(len(sampled), _UNKNOWN_VERSION, np.int32)
         for span in exchange.versions:
             if 0 <= span.version < 2**31:
                 versions[max(span.start, 0) : max(span.stop, 0)] = span.version
@@ -155,11 +164,11 @@ class _TokenAudit:
         self._trained[entry.exchange_id][offset : offset + len(mask)] += mask != 0
 
     def check_numbers(
-        self, entry: RecordedExchange, offset: int, logprobs: Logprobs | None, versions: Ids, where: str
+        self, entry: RecordedExchange, offset: int, logprobs: Logprobs | None, versions: PolicyVersions, where: str
     ) -> None:
         """Log-probabilities and versions that are handed out, against the row's from its sampled token `offset` on."""
         stop = offset + len(versions)
-        if (at := _first_difference(versions, entry.versions[offset:stop])) is not None:
+        if (at := _find_first_difference(versions, entry.versions[offset:stop])) is not None:
             row = entry.versions[offset + at]
             said = "unknown" if row == _UNKNOWN_VERSION else row
             self.add_problem(
@@ -170,7 +179,7 @@ class _TokenAudit:
                 self.add_problem(entry, "logprob", f"{where}: log-probabilities are missing, here or in the row")
         elif len(entry.logprobs) < stop:
             self.add_problem(entry, "logprob", f"{where}: the row has only {len(entry.logprobs)} log-probabilities")
-        elif (at := _first_difference(_as_bits(logprobs), _as_bits(entry.logprobs[offset:stop]))) is not None:
+        elif (at := _find_first_difference(_as_bits(logprobs), _as_bits(entry.logprobs[offset:stop]))) is not None:
             row = entry.logprobs[offset + at]
             self.add_problem(
                 entry, "logprob", f"{where}: sampled token {offset + at} has {logprobs[at]}, and the row {row}"
@@ -290,7 +299,7 @@ def _is_exact(recorded: RecordedSession, trace: Trace) -> bool:
     contexts are known to be the beginning of that."""
     length, context = len(trace.response_ids), len(trace.prompt_ids)
     mask = np.zeros(length, np.uint8)
-    versions: Ids = np.full(length, NO_VERSION, np.int32)
+    versions: PolicyVersions = np.full(length, NO_VERSION, np.int32)
     logprobs = None if trace.logprobs is None else np.zeros(length, np.float32)
     reached = 0  # of the response, by spans
     before: RecordedExchange | None = None
@@ -303,7 +312,7 @@ def _is_exact(recorded: RecordedSession, trace: Trace) -> bool:
         end = offset + stop - start
         if end > len(entry.sampled) or context + start != len(entry.prompt) + offset:
             return False
-        if before is not None and entry.context.shared_prefix_length(before.context) < context + reached:
+        if before is not None and entry.context.count_shared_prefix(before.context) < context + reached:
             return False
         mask[start:stop] = 1
         versions[start:stop] = entry.versions[offset:end]
@@ -324,7 +333,7 @@ def _is_exact(recorded: RecordedSession, trace: Trace) -> bool:
     )
 
 
-def _begins_exchange(prompt: Ids, response: Ids, entry: RecordedExchange) -> bool:
+def _begins_exchange(prompt: TokenIds, response: TokenIds, entry: RecordedExchange) -> bool:
     """Whether prompt and response together are the first tokens of an exchange, which has as many."""
     edge = len(entry.prompt)
     if len(prompt) > edge:
@@ -360,7 +369,7 @@ def _find_differences(audit: _TokenAudit, recorded: RecordedSession, trace: Trac
         audit.mark_trained(entry, offset, trace.loss_mask[here])
     _check_images(audit, entries, where)
     # Every token that trains was sampled by exactly one exchange, and no other has numbers.
-    if (at := _first_difference(trace.loss_mask, sampled)) is not None:
+    if (at := _find_first_difference(trace.loss_mask, sampled)) is not None:
         said = f"response token {at} has mask {trace.loss_mask[at]}, and {sampled[at]} exchanges sampled it"
         audit.add_session_problem(session_id, "mask", f"{where}: {said}")
     context = sampled == 0
@@ -373,7 +382,7 @@ def _find_differences(audit: _TokenAudit, recorded: RecordedSession, trace: Trac
 
 
 def _check_ids(
-    audit: _TokenAudit, entry: RecordedExchange, ids: Ids, at: int, offset: int, count: int, where: str
+    audit: _TokenAudit, entry: RecordedExchange, ids: TokenIds, at: int, offset: int, count: int, where: str
 ) -> None:
     """`count` tokens of a sequence from `at` on are an exchange's sampled ones from `offset` on, and before them stands
     exactly its context."""
@@ -382,11 +391,10 @@ def _check_ids(
         said = f"sampled token {offset} stands behind {at} tokens, and was sampled behind {expected}"
         audit.add_problem(entry, "context", f"{where}: {said}")
         return
-    differs = _first_difference(ids[: at + count], entry.token_slice(0, at + count))
+    differs = _find_first_difference(ids[: at + count], entry.get_ids(0, at + count))
     if differs is not None:
         said = (
-            f"token {differs} is {ids[differs]}, and was {entry.token_slice(differs, differs + 1)[0]} when it "
-            "was sampled"
+            f"token {differs} is {ids[differs]}, and was {entry.get_ids(differs, differs + 1)[0]} when it was sampled"
         )
         audit.add_problem(entry, "context" if differs < at else "token", f"{where}: {said}")
 
@@ -527,14 +535,14 @@ class _TreeWalk:
             start, first = int(tree.depths[node]), int(tree.starts[node])
             known = None if self._images is not None else self._verified_prefixes.get(node)
             if known is not None and start < highest and known[1] >= stop:
-                if entry.context.shared_prefix_length(known[0].context) < stop:
-                    differs = _first_difference(known[0].token_slice(0, stop), entry.token_slice(0, stop))
+                if entry.context.count_shared_prefix(known[0].context) < stop:
+                    differs = _find_first_difference(known[0].get_ids(0, stop), entry.get_ids(0, stop))
                 break
             walked[node] = stop
-            same = 0 if known is None else min(known[1], stop, entry.context.shared_prefix_length(known[0].context))
+            same = 0 if known is None else min(known[1], stop, entry.context.count_shared_prefix(known[0].context))
             since = max(start, same)
-            differs = _first_difference(
-                tree.ids[first + since - start : first + stop - start], entry.token_slice(since, stop)
+            differs = _find_first_difference(
+                tree.ids[first + since - start : first + stop - start], entry.get_ids(since, stop)
             )
             if differs is not None:
                 differs += since
@@ -572,7 +580,7 @@ class _NodeImages:
         return [it for it in shown if it.position < common] == [it for it in known if it.position < common]
 
 
-def _first_difference(a: NDArray[np.integer], b: NDArray[np.integer]) -> int | None:
+def _find_first_difference(a: NDArray[np.integer], b: NDArray[np.integer]) -> int | None:
     """Where two arrays first differ, if they do. One that ends early differs there."""
     length = min(len(a), len(b))
     unequal = a[:length] != b[:length]

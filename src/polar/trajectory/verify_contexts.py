@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from polar.records.exchange import Exchange
-from polar.records.trajectory import Ids
+from polar.records.exchange import Exchange, TokenIds
 
-_NO_IDS: Ids = np.empty(0, np.int32)
+_NO_IDS: TokenIds = np.empty(0, np.int32)
 _MAX_LINKS = 8
 """Links that are followed from one exchange to another before they are compared directly."""
 
@@ -25,7 +24,7 @@ class ExchangeContext:
 
     __slots__ = ("base", "num_shared", "prompt", "prompt_hash", "sampled")
 
-    def __init__(self, prompt: Ids, sampled: Ids, base: "ExchangeContext | None", shared: int) -> None:
+    def __init__(self, prompt: TokenIds, sampled: TokenIds, base: "ExchangeContext | None", shared: int) -> None:
         self.prompt = prompt
         self.sampled = sampled
         self.base = base
@@ -35,7 +34,7 @@ class ExchangeContext:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.sampled)
 
-    def shared_prefix_length(self, other: "ExchangeContext") -> int:
+    def count_shared_prefix(self, other: "ExchangeContext") -> int:
         """How many of its first tokens are known to be the first ones of `other`. 0 where nobody has compared them."""
         shared, at = len(self), self
         for _ in range(_MAX_LINKS):
@@ -46,16 +45,16 @@ class ExchangeContext:
             shared, at = min(shared, at.num_shared), at.base
         return 0
 
-    def prompt_digest(self) -> bytes:
+    def digest_prompt(self) -> bytes:
         """The SHA-256 of the prompt's ids, continued from that of an earlier prompt which it begins with."""
         shared, at = self.num_shared, self.base
         while at is not None and len(at.prompt) > shared:
             shared, at = min(shared, at.num_shared), at.base
         if at is None or at.prompt_hash is None:
-            self.prompt_hash = sha256(_little_endian(self.prompt))
+            self.prompt_hash = sha256(_to_little_endian(self.prompt))
         else:
             self.prompt_hash = at.prompt_hash.copy()
-            self.prompt_hash.update(_little_endian(self.prompt[len(at.prompt) :]))
+            self.prompt_hash.update(_to_little_endian(self.prompt[len(at.prompt) :]))
         digest: bytes = self.prompt_hash.digest()
         return digest
 
@@ -75,7 +74,7 @@ class ContextIndex:
         sampled = _NO_IDS if exchange.sampled_ids is None else exchange.sampled_ids
         base = self._known.get(exchange.parent) if exchange.parent is not None else None
         base = base or self._last
-        shared = 0 if base is None else _shared_with_base(prompt, base)
+        shared = 0 if base is None else _count_shared_with_base(prompt, base)
         context = ExchangeContext(prompt, sampled, base, shared)
         self._known[exchange.exchange_id] = self._last = context
         return context
@@ -87,15 +86,15 @@ class ContextIndex:
         return exchange_id in self._known
 
 
-def _shared_with_base(prompt: Ids, base: ExchangeContext) -> int:
+def _count_shared_with_base(prompt: TokenIds, base: ExchangeContext) -> int:
     """How many of the prompt's first tokens are those of `base`."""
-    shared = _common_prefix_length(prompt, base.prompt)
+    shared = _count_common_prefix(prompt, base.prompt)
     if shared == len(base.prompt):
-        shared += _common_prefix_length(prompt[shared:], base.sampled)
+        shared += _count_common_prefix(prompt[shared:], base.sampled)
     return shared
 
 
-def _common_prefix_length(a: Ids, b: Ids) -> int:
+def _count_common_prefix(a: TokenIds, b: TokenIds) -> int:
     """The length of the longest common prefix."""
     length = min(len(a), len(b))
     if not length:
@@ -105,5 +104,5 @@ def _common_prefix_length(a: Ids, b: Ids) -> int:
     return at if unequal[at] else length
 
 
-def _little_endian(ids: Ids) -> Any:
+def _to_little_endian(ids: TokenIds) -> Any:
     return np.ascontiguousarray(ids, "<i4")

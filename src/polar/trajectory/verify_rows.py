@@ -9,8 +9,7 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from polar.records.exchange import Exchange, Logprobs
-from polar.records.trajectory import Ids
+from polar.records.exchange import Exchange, Logprobs, TokenIds
 from polar.store.checksum import matches_checksum
 from polar.trajectory.verify_contexts import ContextIndex, ExchangeContext
 
@@ -65,7 +64,7 @@ def check_records(
     seen: dict[str, int] = {}
     exchanges = sorted(exchanges, key=lambda exchange: exchange.seq)
     max_id = np.iinfo(np.int32).max if vocabulary_size is None else vocabulary_size - 1
-    ids: list[Ids] = []
+    ids: list[TokenIds] = []
     logprobs: list[Logprobs] = []
     checked_contexts: set[ExchangeContext] = set()  # whose tokens are looked at
     has_checksums = False
@@ -74,7 +73,7 @@ def check_records(
         context = contexts.add(exchange)
         if exchange.checksum is not None:
             has_checksums = True
-            if not matches_checksum(exchange, context.prompt_digest()):
+            if not matches_checksum(exchange, context.digest_prompt()):
                 problems.append(
                     _make_problem(
                         exchange,
@@ -146,7 +145,7 @@ def _check_record(exchange: Exchange) -> Iterator[tuple[ProblemKind, str]]:
 # Numbers, of all rows at once: only where one is wrong does it matter whose it is.
 
 
-def _are_ids(arrays: list[Ids], max_id: int) -> bool:
+def _are_ids(arrays: list[TokenIds], max_id: int) -> bool:
     found = np.concatenate(arrays) if arrays else _EMPTY
     return not len(found) or bool(found.min() >= 0 and found.max() <= max_id)
 

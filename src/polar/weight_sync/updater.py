@@ -28,7 +28,7 @@ from polar.engines.base import Engine, normalize_engine_url
 from polar.engines.http_client import EngineHttpClient
 from polar.errors import ConfigError, EngineError
 from polar.plugins import load
-from polar.records.result import PauseMode
+from polar.records.policy import PauseMode
 from polar.weight_sync.base import ProbeFailedError, SyncError, WeightMismatchError, WeightTransport
 from polar.weight_sync.probe import Difference, Probe, ProbeSample, Scorer, choose_tolerance
 

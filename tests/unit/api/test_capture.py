@@ -84,7 +84,7 @@ async def test_the_store_keeps_what_the_session_says(scripted_engine: ScriptedEn
         session.reward = 1
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}")
     try:
-        kept = await store.session(session.session_id)
+        kept = await store.find_session(session.session_id)
     finally:
         await store.close()
     assert kept is not None

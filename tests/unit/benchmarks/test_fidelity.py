@@ -17,10 +17,9 @@ from benchmarks.fidelity import sessions as fidelity_sessions
 from benchmarks.fidelity.counts import BuiltSession, FidelityCounts, TrainingSequence, count_tokens
 from benchmarks.fidelity.sessions import RecordedSession
 from polar.engines.scripted.sampler import expected_logprobs
-from polar.records.exchange import Exchange, RawRequest, VersionSpan
+from polar.records.exchange import Exchange, RawRequest, TokenIds, VersionSpan
 from polar.records.session import Session
 from polar.records.spans import ExcludedSpan, Span
-from polar.records.trajectory import Ids
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import read_session_paths
 from polar.types import Reply, Text
@@ -29,7 +28,7 @@ END = 9  # of a turn
 SYSTEM = [1, 2, 3]
 
 
-def array(ids: list[int]) -> Ids:
+def array(ids: list[int]) -> TokenIds:
     return np.array(ids, np.int32)
 
 

@@ -16,7 +16,7 @@ from polar.bridges.verl.trainer import NamingAgentLoopManager, check_config, che
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
 from polar.export.base import SessionItem
-from polar.export.verl import trajectory_keys
+from polar.export.verl import list_trajectory_keys
 from polar.records.task import TaskRequest
 from polar.testing.conversations import item
 from polar.testing.token_paths import path, session
@@ -54,9 +54,9 @@ def test_without_recorded_logprobs() -> None:
 def test_keys_go_by_session() -> None:
     rows = [row for name in ("a", "b") for row in agent_loop.build_outputs(split(name))]
     group = "run/step-1/t"
-    assert trajectory_keys(rows) == [f"{group}_0_0", f"{group}_0_1", f"{group}_1_0", f"{group}_1_1"]
+    assert list_trajectory_keys(rows) == [f"{group}_0_0", f"{group}_0_1", f"{group}_1_0", f"{group}_1_1"]
     one = item(session(path(0, [1], [2]), path(1, [1, 2, 3], [4])), per_request, task_id=group)
-    assert trajectory_keys(agent_loop.build_outputs(one)) == [f"{group}_0_0", f"{group}_0_1"]
+    assert list_trajectory_keys(agent_loop.build_outputs(one)) == [f"{group}_0_0", f"{group}_0_1"]
 
 
 def test_sampling_is_the_trainers() -> None:

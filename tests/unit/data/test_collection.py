@@ -13,7 +13,7 @@ from polar.data.collection import Budget, Collection, lock_collection
 from polar.errors import ConfigError
 from polar.node.finished_session import FinishedSession
 from polar.node.task_plan import TaskPlan
-from polar.records.sample import sample_key, with_task_key
+from polar.records.sample import add_task_key, sample_key
 from polar.records.session import Session, Verdict
 from polar.records.task import TaskRequest
 from polar.store.base import Store
@@ -22,7 +22,7 @@ from polar.types import Usage, UsageTotals
 
 def plan(name: str, samples: int = 3, source: str = "set.jsonl", **fields: Any) -> TaskPlan:
     task = TaskRequest(task_id=name, instruction=f"Do {name}.", num_samples=samples, **fields)
-    return TaskPlan(with_task_key(task, source), *[None] * 7)
+    return TaskPlan(add_task_key(task, source), *[None] * 7)
 
 
 class Data:
@@ -44,11 +44,11 @@ class Data:
         metadata = session.metadata
         return FinishedSession(session.session_id, metadata["task_id"], metadata["sample"], verdict, {}, Path())
 
-    async def sessions(self, *, limit: int, before: str | None) -> list[Session]:
+    async def list_sessions(self, *, limit: int, before: str | None) -> list[Session]:
         assert limit
         return list(reversed(self.kept)) if before is None else []
 
-    async def usage_totals(self, session_id: str) -> UsageTotals:
+    async def read_usage_totals(self, session_id: str) -> UsageTotals:
         assert session_id
         return self.each
 

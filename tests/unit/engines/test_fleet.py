@@ -6,11 +6,12 @@ import pytest
 
 from polar.config import EngineSettings
 from polar.engines import fleet as module
-from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, EngineState, PauseState
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, EngineState
 from polar.engines.fleet import EngineFleet
 from polar.engines.pool import EnginePool
 from polar.engines.run_model import RunModel
 from polar.errors import EngineError
+from polar.records.policy import PauseState
 from tests.unit.engines.fakes import (
     FakeCall,
     FakeEngine,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polar.export.areal import ArealExporter
 from polar.export.art import ArtExporter
-from polar.export.base import Exporter, SessionItem, stable_number
+from polar.export.base import Exporter, SessionItem, compute_stable_number
 from polar.export.nemo_gym import NemoGymExporter
 from polar.export.openrlhf import OpenRlhfExporter
 from polar.export.polar import PolarExporter
@@ -109,7 +109,7 @@ def test_slime_ties_a_session_together_and_leaves_the_weight_alone() -> None:
     sessions = [item(forked(), task_id="t"), item(SessionPaths("other", [path(0, [1], [2])], 1.0), task_id="t")]
     first, second, third = reading.lines(exported(SlimeExporter(), sessions))
     assert first["rollout_id"] == second["rollout_id"] != third["rollout_id"]
-    assert first["group_index"] == second["group_index"] == third["group_index"] == stable_number("t")
+    assert first["group_index"] == second["group_index"] == third["group_index"] == compute_stable_number("t")
     assert len({row["index"] for row in (first, second, third)}) == 3
     # The trainer divides by the rollout's mask sum: masks are plain ones, and each token gets 1 / 6 that way.
     assert sum(sum(row["loss_mask"]) for row in (first, second)) == 6
@@ -152,7 +152,7 @@ def test_skyrl_marks_the_last_row_of_a_session() -> None:
     lines = reading.lines(exported(SkyRlExporter(), [item(forked(), task_id="t")]))
     assert len(lines) == 1
     assert lines[0]["is_last_step"] == [False, True]
-    assert lines[0]["trajectory_ids"] == [{"instance_id": "t", "repetition_id": stable_number("s")}] * 2
+    assert lines[0]["trajectory_ids"] == [{"instance_id": "t", "repetition_id": compute_stable_number("s")}] * 2
 
 
 def test_nemo_gym_prompts_grow() -> None:

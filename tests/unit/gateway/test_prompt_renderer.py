@@ -24,7 +24,7 @@ class Store:
     def __init__(self, exchanges: list[Exchange]) -> None:
         self._exchanges = exchanges
 
-    async def exchanges(self, _: str) -> AsyncIterator[Exchange]:
+    async def read_exchanges(self, _: str) -> AsyncIterator[Exchange]:
         for exchange in self._exchanges:
             yield exchange
 

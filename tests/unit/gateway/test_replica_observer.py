@@ -35,9 +35,9 @@ def observe(replica: Any) -> tuple[ReplicaObserver, Any]:
 
 def test_one_version_from_the_first_token_to_the_last() -> None:
     observer, record = observe(Replica(3))
-    assert observer.version_spans() == []
+    assert observer.build_version_spans() == []
     record.sampled += [1, 2]
-    assert observer.version_spans() == [VersionSpan(3, 0, 2)]
+    assert observer.build_version_spans() == [VersionSpan(3, 0, 2)]
 
 
 def test_a_call_that_stood_still_knows_its_boundary() -> None:
@@ -45,7 +45,7 @@ def test_a_call_that_stood_still_knows_its_boundary() -> None:
     record.sampled += [1, 2]
     observer.on_version_changed(4, frozen=True)
     record.sampled += [3]
-    assert observer.version_spans() == [VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)]
+    assert observer.build_version_spans() == [VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)]
 
 
 def test_a_call_that_ran_on_does_not() -> None:
@@ -53,14 +53,14 @@ def test_a_call_that_ran_on_does_not() -> None:
     record.sampled += [1, 2]
     observer.on_version_changed(4, frozen=False)
     record.sampled += [3]
-    assert observer.version_spans() == []
+    assert observer.build_version_spans() == []
 
 
 def test_a_frozen_call_without_a_token_may_have_sampled_some() -> None:
     observer, record = observe(Replica(3))
     observer.on_version_changed(4, frozen=True)
     record.sampled += [1]
-    assert observer.version_spans() == []
+    assert observer.build_version_spans() == []
 
 
 def test_a_frozen_stream_without_a_token_has_sampled_none() -> None:
@@ -68,13 +68,13 @@ def test_a_frozen_stream_without_a_token_has_sampled_none() -> None:
     record.tokens_come_at_once = True
     observer.on_version_changed(4, frozen=True)
     record.sampled += [1]
-    assert observer.version_spans() == [VersionSpan(4, 0, 1)]
+    assert observer.build_version_spans() == [VersionSpan(4, 0, 1)]
 
 
 def test_nobody_knows_what_a_restarted_engine_samples_with() -> None:
     observer, record = observe(Replica(3, weights_lost=True))
     record.sampled += [1]
-    assert observer.version_spans() == []
+    assert observer.build_version_spans() == []
 
 
 def test_another_replica_begins_anew() -> None:
@@ -82,22 +82,22 @@ def test_another_replica_begins_anew() -> None:
     again: Any = Replica(5)
     observer.assign(again)
     record.sampled += [1]
-    assert (observer.replica, observer.version_spans()) == (again, [VersionSpan(5, 0, 1)])
+    assert (observer.replica, observer.build_version_spans()) == (again, [VersionSpan(5, 0, 1)])
 
 
 def test_an_engines_labels_count_unless_they_are_leftovers() -> None:
     labels = [VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)]
     tracker = VersionTracker(3)
-    tracker.change(3, 0, boundary_known=False)
-    assert tracker.spans(2, labels) == labels
-    assert tracker.spans(2, [VersionSpan(2, 0, 2)]) == []
-    assert VersionTracker(3).spans(2, [VersionSpan(2, 0, 2)]) == [VersionSpan(3, 0, 2)]
+    tracker.record_change(3, 0, boundary_known=False)
+    assert tracker.build_spans(2, labels) == labels
+    assert tracker.build_spans(2, [VersionSpan(2, 0, 2)]) == []
+    assert VersionTracker(3).build_spans(2, [VersionSpan(2, 0, 2)]) == [VersionSpan(3, 0, 2)]
 
 
 def test_an_engine_that_keeps_its_labels_itself_is_believed() -> None:
     tracker = VersionTracker(3, trusts_engine=True)
-    assert tracker.spans(2, None) == []
-    assert tracker.spans(2, [VersionSpan(0, 0, 2)]) == [VersionSpan(0, 0, 2)]
+    assert tracker.build_spans(2, None) == []
+    assert tracker.build_spans(2, [VersionSpan(0, 0, 2)]) == [VersionSpan(0, 0, 2)]
 
 
 async def test_the_clock_runs_while_a_call_is_sampled_and_not_frozen() -> None:

@@ -56,7 +56,7 @@ class Dialogue:
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = TOOLS, thinking: bool | None = None) -> Prompt:
         request = Request("m", copy.deepcopy(list(messages)), list(tools), thinking=Thinking(enabled=thinking))
-        plan = self.model.plan(request, self.history, lambda known, shown: self._cut(known, shown, request))
+        plan = self.model.plan_prompt(request, self.history, lambda known, shown: self._cut(known, shown, request))
         new = self.model.encoder.encode(plan.text, first=plan.base is None).tolist()
         if plan.base is None:
             return Prompt(request, plan, new, request.messages)
@@ -79,7 +79,7 @@ class Dialogue:
     def whole(self, request: Request, messages: Sequence[Message] | None = None) -> str:
         """The rendering of a request, or of other messages in its place."""
         sent = Request("m", list(messages or request.messages), request.tools, thinking=request.thinking)
-        return self._whole.plan(sent, TurnHistory(), lambda *_: None).text.replace(SPELLING_BREAK, "")
+        return self._whole.plan_prompt(sent, TurnHistory(), lambda *_: None).text.replace(SPELLING_BREAK, "")
 
     def decode(self, prompt: Sequence[int]) -> str:
         return self.model.tokenizer.decode(prompt)

@@ -435,8 +435,8 @@ def test_ids_of_another_tokenizer_are_not_continued() -> None:
     asked = talk.ask([system("Be brief."), user("Hi")])
     turn = talk.reply(asked, TALKERS["scripted"].write(Says("", "Well.", [])))
     request = Request("m", [system("Be brief."), user("Hi"), turn, user("And?")], list(TOOLS))
-    assert talk.model.plan(request, talk.history, lambda *_: None).base is not None
+    assert talk.model.plan_prompt(request, talk.history, lambda *_: None).base is not None
     other = Tokenizer.load(TOKENIZER_FOLDER)
     other.backend.add_tokens(["another"])
-    plan = ModelCodec(other).plan(request, talk.history, lambda *_: None)
+    plan = ModelCodec(other).plan_prompt(request, talk.history, lambda *_: None)
     assert (plan.base, plan.reason) == (None, "context_changed")

@@ -76,5 +76,5 @@ def test_arguments_that_are_no_object_have_a_fallback() -> None:
     model = ModelCodec(TALKERS["qwen35"].tokenizer())
     turn = Message("assistant", [ToolCall("call_1", "f", '{"a": oops')])
     messages = [Message("user", [Text("q")]), turn, Message("tool", [ToolResult("call_1", [Text("no")])])]
-    plan = model.plan(Request("m", messages, tools=[Tool("f", "", Raw(b"{}"))]), TurnHistory(), lambda *_: None)
+    plan = model.plan_prompt(Request("m", messages, tools=[Tool("f", "", Raw(b"{}"))]), TurnHistory(), lambda *_: None)
     assert '{"a": oops' in plan.text

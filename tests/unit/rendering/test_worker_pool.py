@@ -14,7 +14,7 @@ import pytest_asyncio
 from polar.engines.scripted import TOKENIZER_FOLDER
 from polar.rendering import worker_pool
 from polar.rendering.continuation import RecordedTurn, TurnHistory
-from polar.rendering.encoder import SPELLING_BREAK, NewTextLimitExceeded, new_text_limit
+from polar.rendering.encoder import SPELLING_BREAK, NewTextLimitExceeded, limit_new_text
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.prompt_job import ContextExceeded, PromptJob, RenderedPrompt, make_prompt
 from polar.rendering.template import TemplateError
@@ -162,8 +162,8 @@ async def test_who_goes_away_leaves_the_process_to_others(pool: WorkerPool) -> N
 def test_much_new_text_is_refused_once(folder: Path) -> None:
     model = ModelCodec.load(folder)
     request = ask("word " * 1_000)
-    with pytest.raises(NewTextLimitExceeded), new_text_limit(1_000):
+    with pytest.raises(NewTextLimitExceeded), limit_new_text(1_000):
         make_prompt(model, request, TurnHistory(), {}, None)
     make_prompt(model, request, TurnHistory(), {}, None)
-    with new_text_limit(1_000):  # it is known by now
+    with limit_new_text(1_000):  # it is known by now
         make_prompt(model, request, TurnHistory(), {}, None)

@@ -98,7 +98,7 @@ async def served(
     sessions = SessionRegistry(store)
     try:
         async with RolloutService(
-            store, settings, store_id="here", replicas=[ENGINE], versions=store.policy_versions
+            store, settings, store_id="here", replicas=[ENGINE], versions=store.read_policy_versions
         ) as rollout:
             metrics = GatewayMetrics()
             pages = ResultPages(rollout, store, SessionChecker(verify_share, VerifyMetrics(metrics.registry)))

@@ -24,7 +24,7 @@ ENGINE = "http://engine:1"
 @asynccontextmanager
 async def rollout_on(store: RelationalStore, settings: ServerSettings = SETTINGS) -> AsyncIterator[RolloutService]:
     async with RolloutService(
-        store, settings, store_id="here", replicas=[ENGINE], versions=store.policy_versions
+        store, settings, store_id="here", replicas=[ENGINE], versions=store.read_policy_versions
     ) as rollout:
         yield rollout
 

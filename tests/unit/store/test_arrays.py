@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.store.arrays import bytes_to_ids, bytes_to_logprobs, ids_to_bytes, logprobs_to_bytes, shared_prefix_length
+from polar.store.arrays import bytes_to_ids, bytes_to_logprobs, count_shared_prefix, ids_to_bytes, logprobs_to_bytes
 
 ids = st.lists(st.integers(-(2**31), 2**31 - 1)).map(lambda values: np.array(values, np.int32))
 few = st.lists(st.integers(0, 1), max_size=12).map(lambda values: np.array(values, np.int32))
@@ -40,6 +40,6 @@ def test_float64_logprobs_are_refused() -> None:
 
 @given(few, few)
 def test_shared_prefix(a: np.ndarray, b: np.ndarray) -> None:
-    count = shared_prefix_length(a, b)
+    count = count_shared_prefix(a, b)
     assert list(a[:count]) == list(b[:count])
     assert count in (len(a), len(b)) or a[count] != b[count]

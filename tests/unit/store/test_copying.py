@@ -51,7 +51,7 @@ async def write(store: RelationalStore, turns: list[Exchange]) -> None:
 async def everything(store: RelationalStore) -> list[object]:
     """What is in the store."""
     kept: list[object] = [await store.query(lambda db: db.execute("SELECT count(*) FROM blobs").fetchone()[0])]
-    for known in await store.sessions():
+    for known in await store.list_sessions():
         kept += [known, *(fingerprint(it) for it in await read(store, known.session_id))]
     return kept
 
@@ -69,9 +69,9 @@ async def test_a_copy_is_the_same_and_goes_on(store: RelationalStore, other: Rel
     data = await store.export_session("s")
     assert await other.import_session(data) == "s"
     assert await other.export_session("s") == data
-    assert await other.session("s") == session("s")
-    assert await other.session_by_key(session("s").key_hash) == session("s")
-    assert await other.next_seq("s") == 10
+    assert await other.find_session("s") == session("s")
+    assert await other.find_session_by_key(session("s").key_hash) == session("s")
+    assert await other.read_next_seq("s") == 10
     late = msgspec.structs.replace(turns[6], seq=10)
     await other.append(late)
     assert late.parent == turns[5].exchange_id

@@ -101,11 +101,11 @@ def test_contexts_are_held_for_the_tips_only() -> None:
     made.move_context(None, 0, context)
     empty = Lineage().size
     made.move_context(0, 1, context)
-    assert made.context_ids(0) is None
-    assert made.context_ids(1) is not None
+    assert made.get_context(0) is None
+    assert made.get_context(1) is not None
     for seq in range(2, 2 + Lineage.MAX_CONTEXTS):
         made.move_context(None, seq, context)
-    assert made.context_ids(1) is None
+    assert made.get_context(1) is None
     assert made.size < empty + 1000 + Lineage.MAX_CONTEXTS * context.nbytes
 
 

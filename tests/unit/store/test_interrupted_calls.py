@@ -21,7 +21,7 @@ async def test_calls_of_a_killed_gateway_are_recorded_once(store: RelationalStor
     ]
     assert await store.record_interrupted(calls) == ["lost"]
     assert await store.record_interrupted(calls) == []
-    _, found = [it async for it in store.exchanges("s")]
+    _, found = [it async for it in store.read_exchanges("s")]
     assert (found.exchange_id, found.status, found.untrainable, found.started_at) == (
         "lost",
         "interrupted",
@@ -31,4 +31,4 @@ async def test_calls_of_a_killed_gateway_are_recorded_once(store: RelationalStor
     assert bytes(found.raw_request.fields["model"]) == b'"m"'
     assert found.error is not None
     assert "2 bytes" in found.error
-    assert await store.next_seq("s") == 2
+    assert await store.read_next_seq("s") == 2

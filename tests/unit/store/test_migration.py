@@ -53,7 +53,7 @@ async def test_from_the_first_version(place: Place) -> None:
     store, *others = await asyncio.gather(*(asyncio.to_thread(place.open) for _ in range(3)))
     for other in others:
         await other.close()
-    (found,) = [it async for it in store.exchanges("s")]
+    (found,) = [it async for it in store.read_exchanges("s")]
     assert found.checksum is None
     assert fingerprint(found) == fingerprint(first)
     second = exchange("s", 1, [b"1", b"2"])
@@ -61,7 +61,7 @@ async def test_from_the_first_version(place: Place) -> None:
     ended = await store.end_session("s", ended_at=3.0, verdict=Verdict(None, "timeout", {first.exchange_id: 0.5}))
     assert ended is not None
     assert (ended.reward, ended.reason, ended.turn_rewards) == (None, "timeout", {first.exchange_id: 0.5})
-    assert [it.checksum is None async for it in store.exchanges("s")] == [True, False]
+    assert [it.checksum is None async for it in store.read_exchanges("s")] == [True, False]
     await store.close()
     await place.open().close()
 
@@ -75,7 +75,7 @@ async def test_sessions_of_the_third_version_have_no_evidence(place: Place) -> N
     place.execute(*THIRD_VERSION)
 
     store = place.open()
-    old = await store.session("old")
+    old = await store.find_session("old")
     assert old is not None
     assert (old.reward, old.evidence) == (1.0, [])
     found = [Evidence("test_edited", "tests/test_a.py", True, "changed"), Evidence("grader_path", "/tests", count=3)]
@@ -83,7 +83,7 @@ async def test_sessions_of_the_third_version_have_no_evidence(place: Place) -> N
     await store.close()
 
     store = place.open()
-    running = await store.session("running")
+    running = await store.find_session("running")
     assert running is not None
     assert running.evidence == found
     await store.close()

@@ -51,14 +51,14 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
 
         for name, created_at in (("s", 1.0), ("t", 2.0), ("u", 3.0)):
             recorder.create_session(session(name, created_at=created_at))
-        assert reader.session("t") == session("t", created_at=2.0)
-        assert reader.session_by_key(session("u").key_hash) == session("u", created_at=3.0)
-        assert [it.session_id for it in reader.sessions(2, None)] == ["u", "t"]
-        assert [it.session_id for it in reader.sessions(2, "t")] == ["s"]
+        assert reader.find_session("t") == session("t", created_at=2.0)
+        assert reader.find_session_by_key(session("u").key_hash) == session("u", created_at=3.0)
+        assert [it.session_id for it in reader.list_sessions(2, None)] == ["u", "t"]
+        assert [it.session_id for it in reader.list_sessions(2, "t")] == ["s"]
         ended = session("u", created_at=3.0, status="ended", ended_at=4.0, reward=0.5)
         assert recorder.end_session("u", 4.0, Verdict()) is not None
         assert recorder.end_session("u", 5.0, Verdict(0.5)) == ended
-        assert reader.session("u") == ended
+        assert reader.find_session("u") == ended
 
         turns = list(conversation("s", 30))
         forks = [
@@ -74,25 +74,25 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
         turns[4].status, turns[4].delivered = "partial", 12
         recorder.on_rollback(outcome_unknown=True)
         assert recorder.append(forks[1]) == forks[1].parent  # it is there already
-        assert reader.next_seq("s") == 32
-        assert reader.next_seq("t") == 0
+        assert reader.read_next_seq("s") == 32
+        assert reader.read_next_seq("t") == 0
         answered = [turn for turn in turns + forks if turn.status == "complete"]
-        assert reader.usage_totals("s").sampled == sum(turn.usage.completion for turn in turns + forks)
-        assert reader.usage_totals("s").uncounted == sum(not turn.usage.prompt for turn in answered)
+        assert reader.read_usage_totals("s").sampled == sum(turn.usage.completion for turn in turns + forks)
+        assert reader.read_usage_totals("s").uncounted == sum(not turn.usage.prompt for turn in answered)
         for version in (1, 2):
             recorder.set_policy_versions({"http://a": version, "http://b": 7})
-        assert reader.policy_versions() == {"http://a": 2, "http://b": 7}
+        assert reader.read_policy_versions() == {"http://a": 2, "http://b": 7}
         reading = reader.scan_exchanges("s")
         assert [fingerprint(it) for it in iter(reading.read_next, None)] == [fingerprint(it) for it in turns + forks]
 
         assert recorder.import_copy(session_copy.unpack(reader.export_session("s"))) == "s"  # and so is this
 
-        assert recorder.store_id() == recorder.store_id()
+        assert recorder.ensure_store_id() == recorder.ensure_store_id()
         for _ in range(2):
             recorder.write_probe()
-        assert reader.accepted_session("default", "t", 1) is None
+        assert reader.find_accepted_session("default", "t", 1) is None
         recorder.revoke_session_reward("s", "superseded")
-        disowned = reader.session("s")
+        disowned = reader.find_session("s")
         assert disowned is not None
         assert (disowned.reward, disowned.reason) == (None, "superseded")
 
@@ -171,9 +171,9 @@ async def test_a_nul_character_fails_alone(server: Server) -> None:
     results = await asyncio.gather(*made, return_exceptions=True)
     assert [type(result) for result in results] == [type(None), StoreError, type(None)]
     assert "NUL" in str(results[1])
-    assert await store.session("a\0b") is None
+    assert await store.find_session("a\0b") is None
     assert await store.end_session("a\0b", ended_at=1.0, verdict=Verdict()) is None
-    assert [it.session_id for it in await store.sessions()] == ["s2", "s0"]
+    assert [it.session_id for it in await store.list_sessions()] == ["s2", "s0"]
     await store.close()
 
 

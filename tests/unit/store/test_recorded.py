@@ -20,7 +20,7 @@ async def test_each_session_comes_whole_and_in_its_place(store: RelationalStore)
     known = [name if name in turns else None for name in wanted]
     assert [one.session and one.session.session_id for one in found] == known
     for name, one in zip(known, found, strict=True):
-        alone = [] if name is None else [exchange async for exchange in store.exchanges(name)]
+        alone = [] if name is None else [exchange async for exchange in store.read_exchanges(name)]
         assert len(one.exchanges) == (0 if name is None else turns[name])
         assert [fingerprint(exchange) for exchange in one.exchanges] == [fingerprint(exchange) for exchange in alone]
 

@@ -18,7 +18,7 @@ from tests.unit.store.samples import conversation, exchange, fingerprint, sessio
 
 
 async def read(store: Store, session_id: str) -> list[Exchange]:
-    return [found async for found in store.exchanges(session_id)]
+    return [found async for found in store.read_exchanges(session_id)]
 
 
 async def check(store: Store, session_id: str, expected: list[Exchange]) -> None:
@@ -34,25 +34,25 @@ async def test_sessions_round_trip(store: RelationalStore) -> None:
     rich = session("s2", created_at=6.0, run="r", metadata={"a": {"b": [1, "ü", None]}}, reward=-0.5)
     await store.create_session(plain)
     await store.create_session(rich)
-    assert await store.session("s1") == plain
-    assert await store.session("s2") == rich
-    assert await store.session("s3") is None
-    assert await store.session_by_key(rich.key_hash) == rich
-    assert await store.session_by_key(b"?") is None
+    assert await store.find_session("s1") == plain
+    assert await store.find_session("s2") == rich
+    assert await store.find_session("s3") is None
+    assert await store.find_session_by_key(rich.key_hash) == rich
+    assert await store.find_session_by_key(b"?") is None
 
 
 async def test_sessions_are_listed_newest_first_in_pages(store: RelationalStore) -> None:
     ages = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 2.0, "e": 9.0}
     for name, created_at in ages.items():
         await store.create_session(session(name, created_at=created_at))
-    assert [it.session_id for it in await store.sessions()] == ["e", "a", "d", "c", "b"]
+    assert [it.session_id for it in await store.list_sessions()] == ["e", "a", "d", "c", "b"]
     pages, before = [], None
-    while page := await store.sessions(limit=2, before=before):
+    while page := await store.list_sessions(limit=2, before=before):
         pages.append([it.session_id for it in page])
         before = page[-1].session_id
     assert pages == [["e", "a"], ["d", "c"], ["b"]]
     with pytest.raises(StoreError, match="no session nobody"):
-        await store.sessions(before="nobody")
+        await store.list_sessions(before="nobody")
 
 
 async def test_the_first_end_stays_and_a_reward_may_be_added(store: RelationalStore) -> None:
@@ -63,7 +63,7 @@ async def test_the_first_end_stays_and_a_reward_may_be_added(store: RelationalSt
     assert await store.end_session("s", ended_at=9.0, verdict=Verdict(1.0)) == session(
         "s", status="ended", ended_at=7.0, reward=0.25
     )
-    assert await store.session("s") == session("s", status="ended", ended_at=7.0, reward=0.25)
+    assert await store.find_session("s") == session("s", status="ended", ended_at=7.0, reward=0.25)
     assert await store.end_session("nobody", ended_at=1.0, verdict=Verdict()) is None
 
 
@@ -102,7 +102,7 @@ async def test_arrays_that_are_read_belong_to_the_reader(store: RelationalStore)
     await store.append(exchange("s", 0, [b"1"]))
     await store.append(exchange("s", 1, [b"1", b"2"]))
     seen = []
-    async for found in store.exchanges("s"):
+    async for found in store.read_exchanges("s"):
         assert found.prompt_ids is not None
         seen.append(found.prompt_ids.tolist())
         found.prompt_ids[:] = 0
@@ -149,11 +149,11 @@ async def test_amend(store: RelationalStore) -> None:
 
 async def test_next_seq_and_order(store: RelationalStore) -> None:
     await store.create_session(session("s"))
-    assert await store.next_seq("s") == 0
+    assert await store.read_next_seq("s") == 0
     turns = [exchange("s", seq, [b"%d" % n for n in range(seq + 1)]) for seq in range(4)]
     for seq in (2, 0, 3, 1):
         await store.append(turns[seq])
-    assert await store.next_seq("s") == 4
+    assert await store.read_next_seq("s") == 4
     assert [it.seq for it in await read(store, "s")] == [0, 1, 2, 3]
     assert await read(store, "nobody") == []
 
@@ -247,7 +247,7 @@ async def test_reading_while_writes_go_on(store: RelationalStore) -> None:
     for turn in turns[:20]:
         await store.append(turn)
     found = []
-    async for it in store.exchanges("s"):
+    async for it in store.read_exchanges("s"):
         found.append(it)
         if len(found) <= 20:
             await store.append(turns[19 + len(found)])
@@ -343,7 +343,7 @@ async def test_close_writes_what_is_waiting(place: Place) -> None:
     await store.close()
     await asyncio.gather(*tasks)
     await store.close()
-    for use in (store.append(turns[0]), store.session("s"), read(store, "s"), store.next_seq("s")):
+    for use in (store.append(turns[0]), store.find_session("s"), read(store, "s"), store.read_next_seq("s")):
         with pytest.raises(StoreError, match="closed"):
             await use
     store = place.open()
@@ -356,7 +356,7 @@ async def test_a_reading_ends_with_an_error_when_the_store_is_closed(place: Plac
     await store.create_session(session("s"))
     for turn in conversation("s", 2):
         await store.append(turn)
-    reading = store.exchanges("s")
+    reading = store.read_exchanges("s")
     await anext(reading)
     await store.close()
     with pytest.raises(StoreError, match="closed"):  # what was read ahead may still come
@@ -398,7 +398,7 @@ async def test_a_newer_schema_is_refused(place: Place) -> None:
 async def test_several_open_the_same_new_database_at_once(place: Place) -> None:
     stores = await asyncio.gather(*(asyncio.to_thread(place.open) for _ in range(8)))
     await asyncio.gather(*(store.create_session(session(f"s{n}")) for n, store in enumerate(stores)))
-    assert len(await stores[0].sessions()) == 8
+    assert len(await stores[0].list_sessions()) == 8
     assert place.execute("SELECT count(*) FROM polar_schema") == [1]
     for store in stores:
         await store.close()
@@ -411,9 +411,9 @@ async def test_a_session_is_found_by_its_key_in_another_process(place: Place) ->
     await one.create_session(session("s"))
     for turn in turns[:3]:
         await one.append(turn)
-    found = await other.session_by_key(session("s").key_hash)
+    found = await other.find_session_by_key(session("s").key_hash)
     assert found == session("s")
-    assert await other.next_seq("s") == 3
+    assert await other.read_next_seq("s") == 3
     for turn in turns[3:]:
         await other.append(turn)
     assert turns[3].parent == turns[2].exchange_id
@@ -425,4 +425,4 @@ async def test_a_session_is_found_by_its_key_in_another_process(place: Place) ->
 async def test_policies(store: RelationalStore) -> None:
     await store.set_policy_versions({"http://a": 1, "http://b": 7})
     await store.set_policy_versions({"http://a": 2})
-    assert await store.policy_versions() == {"http://a": 2, "http://b": 7}
+    assert await store.read_policy_versions() == {"http://a": 2, "http://b": 7}

@@ -127,7 +127,7 @@ async def test_work_that_fails_does_so_alone(store: RelationalStore) -> None:
     assert "already" in str(results[1])
     assert "already" in str(results[4])
     assert await store.query(names) == ["a", "b1", "b2"]
-    assert await store.next_seq("s") == 1
+    assert await store.read_next_seq("s") == 1
 
 
 async def test_a_failure_does_not_cost_the_connection(server: Server) -> None:

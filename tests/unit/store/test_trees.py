@@ -118,7 +118,7 @@ def check_tree(plan: list[Step], shuffle: Random, memory: int, place: Place, *, 
                 assert it.parent == find_parent(it, earlier)
             else:  # what began before the latest lineage may have been forgotten
                 assert it.parent is None or it.parent in [known.exchange_id for known in find_candidates(it, earlier)]
-        found = [it async for it in store.exchanges("s")]
+        found = [it async for it in store.read_exchanges("s")]
         await store.close()
         assert [fingerprint(it) for it in found] == [fingerprint(it) for it in sorted(exchanges, key=lambda it: it.seq)]
 

@@ -56,8 +56,8 @@ class TestCrashing(EvaluatorContract):
 
 
 class Rounding(TrlExporter):
-    def row(self, item, index, trace):
-        row = super().row(item, index, trace)
+    def build_row(self, item, index, trace):
+        row = super().build_row(item, index, trace)
         return row | {"logprobs": row["logprobs"] and [round(value, 2) for value in row["logprobs"]]}
 
 

@@ -353,8 +353,8 @@ def test_what_the_harness_says_of_its_agents(session: Session) -> None:
     session.ask(fork, "Found it.", hints={"thread": "t2", "parent": "t1"})
     session.ask(history, "Done.", hints={"thread": "t1"})
     session.ask([system(), user("Another task.")], "Yes.", hints={"thread": "t3"})
-    assert session.roles(knowledge=known) == ["main", "main", "subagent", "main", "main"]
-    assert session.agents(knowledge=known) == ["t1", "t1", "t2", "t1", "t3"]
+    assert session.roles(patterns=known) == ["main", "main", "subagent", "main", "main"]
+    assert session.agents(patterns=known) == ["t1", "t1", "t2", "t1", "t3"]
 
 
 def test_the_main_agent_is_not_the_first_that_is_known_better(session: Session) -> None:
@@ -369,8 +369,8 @@ def test_the_main_agent_is_not_the_first_that_is_known_better(session: Session) 
     session.ask([system("You help."), user("Go.")], "Going.", hints={"parent": "p"})
     history = begun(session)
     session.ask(history, "Short.", hints={"kind": "compact"})
-    assert session.roles(knowledge=known) == ["auxiliary", "subagent", "main", "main", "compaction"]
-    assert session.agents(knowledge=known) == ["main", "agent-1", "main", "main", "main"]
+    assert session.roles(patterns=known) == ["auxiliary", "subagent", "main", "main", "compaction"]
+    assert session.agents(patterns=known) == ["main", "agent-1", "main", "main", "main"]
 
 
 def test_a_helper_that_calls_itself_a_subagent(session: Session) -> None:
@@ -380,13 +380,13 @@ def test_a_helper_that_calls_itself_a_subagent(session: Session) -> None:
     history = begun(session)
     session.ask([*history, user("Sum this up.")], SUMMARY, tools=[], hints={"sub": "compact"})
     session.ask(history, "Done.")
-    assert session.roles(knowledge=known) == ["main", "main", "compaction", "main"]
+    assert session.roles(patterns=known) == ["main", "main", "compaction", "main"]
 
 
 def test_a_file_that_quotes_a_mark_is_none(session: Session) -> None:
     known = CallPatterns(role_patterns=(RolePattern("auxiliary", last_user_message="The result of step"),))
     session.ask(begun(session), "Done.")
-    assert session.roles(knowledge=known) == ["main"] * 3
+    assert session.roles(patterns=known) == ["main"] * 3
 
 
 def test_a_history_that_is_rewritten_every_turn(session: Session) -> None:
@@ -498,27 +498,27 @@ KNOWN = CallPatterns(agent_headers=("thread",), subagent_headers=("parent",))
 
 @given(sessions(), st.randoms(use_true_random=False))
 def test_one_label_each_in_any_order(session: Session, random: Any) -> None:
-    labels = assign_roles(session.calls, knowledge=KNOWN)
+    labels = assign_roles(session.calls, patterns=KNOWN)
     assert set(labels) == {call.exchange_id for call in session.calls}
     shuffled = list(session.calls)
     random.shuffle(shuffled)
-    assert assign_roles(shuffled, knowledge=KNOWN) == labels
+    assert assign_roles(shuffled, patterns=KNOWN) == labels
 
 
 @given(sessions())
 def test_what_is_unrelated_changes_nothing(session: Session) -> None:
     """A stranger that comes last, with words of its own, and (where nobody has tools) without tools."""
-    before: dict[str, CallLabel] = assign_roles(session.calls, knowledge=KNOWN)
+    before: dict[str, CallLabel] = assign_roles(session.calls, patterns=KNOWN)
     tools = TOOLS if any(call.request.tools and "parent" not in call.hints for call in session.calls) else []
     history = session.ask([system("A stranger's prompt."), user("A strange task.")], "Strange.", acts=True, tools=tools)
     session.ask(history, "Stranger still.", tools=tools)
-    after = assign_roles(session.calls, knowledge=KNOWN)
+    after = assign_roles(session.calls, patterns=KNOWN)
     assert {name: after[name] for name in before} == before
 
 
 @given(sessions())
 def test_the_dead_have_an_heir(session: Session) -> None:
-    labels = assign_roles(session.calls, knowledge=KNOWN)
+    labels = assign_roles(session.calls, patterns=KNOWN)
     for call in session.calls:
         if labels[call.exchange_id].role == "retry":
             assert not call.is_fully_delivered
@@ -527,7 +527,7 @@ def test_the_dead_have_an_heir(session: Session) -> None:
 
 @given(sessions())
 def test_agents_are_counted_as_they_appear(session: Session) -> None:
-    labels = assign_roles(session.calls, knowledge=KNOWN)
+    labels = assign_roles(session.calls, patterns=KNOWN)
     agents = dict.fromkeys(labels[call.exchange_id].agent_id for call in session.calls)
     numbers = [int(name.removeprefix("agent-")) for name in agents if name.startswith("agent-")]
     assert all(later == earlier + 1 for earlier, later in pairwise([0, *numbers]))

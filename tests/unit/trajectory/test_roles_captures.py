@@ -203,7 +203,7 @@ def test_every_capture_has_its_roles() -> None:
 @pytest.mark.parametrize("name", captures.names())
 def test_known_harness(name: str) -> None:
     calls = calls_of(name)
-    labels = assign_roles(calls, knowledge=harnesses.find_call_patterns(None))
+    labels = assign_roles(calls, patterns=harnesses.find_call_patterns(None))
     assert roles(calls, labels) == ROLES[name]
     agents = list(dict.fromkeys(labels[call.exchange_id].agent_id for call in calls))
     assert agents == AGENTS.get(name, agents[:1])

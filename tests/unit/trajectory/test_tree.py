@@ -10,14 +10,14 @@ from polar.trajectory.tree import TokenTree, build_token_tree
 
 
 def shown(tree: TokenTree) -> list[tuple[int, int, list[int]]]:
-    return [(node.parent, node.start, tree.ids(number).tolist()) for number, node in enumerate(tree.nodes)]
+    return [(node.parent, node.start, tree.get_ids(number).tolist()) for number, node in enumerate(tree.nodes)]
 
 
 def test_turns_that_extend_one_another_are_one_node() -> None:
     tree = build_token_tree([path(0, [1, 2], [3]), path(1, [1, 2, 3, 4], [5]), path(2, [1, 2, 3, 4, 5], [6])])
     assert shown(tree) == [(ROOT, 0, [1, 2, 3, 4, 5, 6])]
     assert tree.ends == [0, 0, 0]
-    assert [(it.start, it.stop, it.offset) for index in range(3) for it in tree.sampled_spans(index)] == [
+    assert [(it.start, it.stop, it.offset) for index in range(3) for it in tree.list_sampled_spans(index)] == [
         (2, 3, 0),
         (4, 5, 0),
         (5, 6, 0),
@@ -28,20 +28,23 @@ def test_a_node_ends_where_paths_part() -> None:
     tree = build_token_tree([path(0, [1, 2], [3, 4]), path(1, [1, 2], [3, 5]), path(2, [1, 7], [])])
     assert shown(tree) == [(ROOT, 0, [1]), (0, 1, [2, 3]), (1, 3, [4]), (1, 3, [5]), (0, 1, [7])]
     assert tree.ends == [2, 3, 4]
-    assert [(it.node, it.start, it.stop, it.offset) for it in tree.sampled_spans(1)] == [(1, 1, 2, 0), (3, 0, 1, 1)]
+    assert [(it.node, it.start, it.stop, it.offset) for it in tree.list_sampled_spans(1)] == [
+        (1, 1, 2, 0),
+        (3, 0, 1, 1),
+    ]
 
 
 def test_there_may_be_several_roots_and_none() -> None:
     assert shown(build_token_tree([path(0, [5], []), path(1, [4], [])])) == [(ROOT, 0, [4]), (ROOT, 0, [5])]
     empty = build_token_tree([path(0, [], [])])
-    assert (empty.nodes, empty.ends, empty.num_tokens, empty.sampled_spans(0)) == ([], [ROOT], 0, [])
+    assert (empty.nodes, empty.ends, empty.num_tokens, empty.list_sampled_spans(0)) == ([], [ROOT], 0, [])
     assert build_token_tree([]).nodes == []
 
 
 def test_ids_are_views_on_the_paths_own_arrays() -> None:
     long, other = path(0, range(100), range(100, 200)), path(1, [*range(50), 7], [])
     tree = build_token_tree([long, other])
-    upper, _, lower = (tree.ids(number) for number in range(3))
+    upper, _, lower = (tree.get_ids(number) for number in range(3))
     assert np.shares_memory(upper, long.prompt) or np.shares_memory(upper, other.prompt)
     assert lower.tolist() == list(range(50, 200))  # in both of a path's arrays: the one case that is copied
 
@@ -101,11 +104,14 @@ def test_each_prefix_is_there_once_and_each_path_whole(sessions: list[SessionPat
     assert tree.num_tokens == len({line[:length] for line in seen for length in range(1, len(line) + 1)})
     for index, (it, line) in enumerate(zip(paths, seen, strict=True)):
         number = tree.ends[index]
-        ids = tree.ids(number).tolist()[: len(line) - tree.nodes[number].start] if line else []
+        ids = tree.get_ids(number).tolist()[: len(line) - tree.nodes[number].start] if line else []
         while number != ROOT and (number := tree.nodes[number].parent) != ROOT:
-            ids = tree.ids(number).tolist() + ids
+            ids = tree.get_ids(number).tolist() + ids
         assert ids == [token for token, _ in line]
-        found = [tree.ids(stretch.node)[stretch.start : stretch.stop].tolist() for stretch in tree.sampled_spans(index)]
+        found = [
+            tree.get_ids(stretch.node)[stretch.start : stretch.stop].tolist()
+            for stretch in tree.list_sampled_spans(index)
+        ]
         assert [token for piece in found for token in piece] == it.sampled.tolist()
     order.shuffle(paths)
     assert shown(build_token_tree(paths)) == shown(tree)

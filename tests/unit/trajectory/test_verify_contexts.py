@@ -19,7 +19,7 @@ def test_digests_that_are_continued_are_those_of_whole_prompts(it: Sound) -> Non
         for exchange in it.exchanges:
             exchange.parent = hint if exchange.exchange_id != hint else None
             assert exchange.prompt_ids is not None
-            assert contexts.add(exchange).prompt_digest() == sha256(ids_to_bytes(exchange.prompt_ids)).digest()
+            assert contexts.add(exchange).digest_prompt() == sha256(ids_to_bytes(exchange.prompt_ids)).digest()
 
 
 @given(sessions())
@@ -27,7 +27,7 @@ def test_tokens_that_are_said_to_be_repeated_are(it: Sound) -> None:
     contexts = ContextIndex(it.exchanges)
     for later in it.exchanges:
         for earlier in it.exchanges:
-            known = contexts[later.exchange_id].shared_prefix_length(contexts[earlier.exchange_id])
+            known = contexts[later.exchange_id].count_shared_prefix(contexts[earlier.exchange_id])
             one, other = (np.concatenate((e.prompt_ids, e.sampled_ids))[:known] for e in (later, earlier))  # type: ignore[arg-type]
             assert len(one) == known
             assert one.tolist() == other.tolist()

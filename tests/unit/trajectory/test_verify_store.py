@@ -44,7 +44,7 @@ def check(path: Path) -> list[Problem]:
     async def read() -> list[Problem]:
         store = open_sqlite_store(path)
         try:
-            return check_records([exchange async for exchange in store.exchanges("s")])
+            return check_records([exchange async for exchange in store.read_exchanges("s")])
         finally:
             await store.close()
 

@@ -12,7 +12,7 @@ from polar.errors import ConfigError
 from polar.records.exchange import Exchange, VersionSpan
 from polar.records.trajectory import SessionPaths
 from polar.trajectory.builders import prefix_merging, prefix_tree
-from polar.trajectory.teacher import LogprobComparison, LogprobConditions, Teacher, logprob_conditions
+from polar.trajectory.teacher import LogprobComparison, LogprobConditions, Teacher, find_logprob_conditions
 from polar.types import SamplingParams
 from tests.unit.trajectory.test_verify import paths_of, row
 
@@ -33,8 +33,8 @@ VOCABULARY = 64
 )
 def test_how_logits_became_log_probabilities(kind: str, sampling: SamplingParams, expected: LogprobConditions) -> None:
     exchange = row("s", 0, [1], [2], logprob_kind=kind, sampling=sampling)
-    assert logprob_conditions(exchange) == expected
-    assert logprob_conditions(exchange, images=True).skip_reason == "images"
+    assert find_logprob_conditions(exchange) == expected
+    assert find_logprob_conditions(exchange, images=True).skip_reason == "images"
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def calls(folder: Path) -> list[Exchange]:
 def compared(folder: Path, calls: list[Exchange], **options: Any) -> tuple[LogprobComparison, Teacher]:
     teacher, result = Teacher.load(folder), LogprobComparison()
     teacher.num_computed_tokens = 0
-    known = {call.exchange_id: logprob_conditions(call) for call in calls}
+    known = {call.exchange_id: find_logprob_conditions(call) for call in calls}
     teacher.compare(prefix_merging(SessionPaths("s", paths_of(calls))).traces, known, result, **options)
     return result, teacher
 

@@ -19,7 +19,7 @@ from polar.engines.scripted.sampler import expected_logprobs
 from polar.errors import ConfigError
 from polar.gateway.replica_observer import ReplicaObserver
 from polar.records.exchange import Exchange
-from polar.records.result import PauseMode
+from polar.records.policy import PauseMode
 from polar.service import Service
 from polar.weight_sync.base import ProbeFailedError, SyncError
 from polar.weight_sync.probe import Probe, Tolerance
@@ -101,7 +101,7 @@ async def harness(service: Service) -> AsyncIterator[tuple["asyncio.Task[Exchang
             http.post(f"{service.gateway_url}/v1/chat/completions", json=body, headers=headers) as response,
         ):
             assert b"[DONE]" in await response.read()
-        (exchange,) = [exchange async for exchange in service.store.exchanges(session.session_id)]
+        (exchange,) = [exchange async for exchange in service.store.read_exchanges(session.session_id)]
         return exchange
 
     task = asyncio.create_task(call())

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from statistics import fmean, pstdev
 from typing import Any, ClassVar
 
-from polar.export.base import ExportNeed, JsonLines, SessionItem, logprobs_as_list, trace_token_ids
+from polar.export.base import ExportNeed, JsonLines, SessionItem, list_logprobs, trace_token_ids
 from polar.records.trajectory import Trace
 
 IGNORED_LABEL = -100
@@ -53,7 +53,7 @@ def make_rows(group: list[SessionItem]) -> Iterable[dict[str, Any]]:
 def make_row(trace: Trace, reward: float, advantage: float) -> dict[str, Any]:
     prompt = len(trace.prompt_ids)
     trains = zip(trace.response_ids.tolist(), trace.loss_mask.tolist(), strict=True)
-    logprobs = logprobs_as_list(trace)
+    logprobs = list_logprobs(trace)
     return {
         "input_ids": trace_token_ids(trace).tolist(),
         "labels": [IGNORED_LABEL] * prompt + [token if trained else IGNORED_LABEL for token, trained in trains],

@@ -98,7 +98,9 @@ def _build_response(prompt: str, group: SessionGroup, number: int, *, logprobs: 
         # `trainer.py`).
         mean = sum(group.rewards) / len(group.rewards) if group.rewards else 0.0
         return _build_empty_response(prompt, group.task, mean, logprobs=logprobs)
-    rows = [row | {"prompt": prompt, "label": group.task} for row in OpenRlhfExporter().lines(group.items[number])]
+    rows = [
+        row | {"prompt": prompt, "label": group.task} for row in OpenRlhfExporter().build_lines(group.items[number])
+    ]
     if not logprobs:
         rows = [row | {"rollout_log_probs": None} for row in rows]
     elif any(row["rollout_log_probs"] is None for row in rows):

@@ -124,4 +124,4 @@ def get_task_id(prompt: Any) -> str:
 
 
 def build_rows(session: SessionItem) -> list[dict[str, Any]]:
-    return list(TrlExporter().lines(session))
+    return list(TrlExporter().build_lines(session))

@@ -22,7 +22,7 @@ from polar.bridges.rollouts import SessionGroup, check_temperature
 from polar.bridges.trl.rollout_func import OWNER_KEY, RolloutFunc, build_rows, recorded_reward
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
-from polar.export.base import policy_version_runs
+from polar.export.base import list_version_runs
 from polar.export.trl import to_sample
 from polar.weight_sync.files import remove_staged_weights
 from polar.weight_sync.probe import Scorer, make_scorer
@@ -292,7 +292,7 @@ class RolloutWorker:
         credits = compute_session_advantages(group.rewards, ddof=0, epsilon=1e-8)  # as TRL's own worker has them
         for item, advantage in zip(group.items, credits, strict=True):
             for row, trace in zip(build_rows(item), item.trajectory.traces, strict=True):
-                oldest = min(policy_version_runs(trace), default=self._transfer.version)
+                oldest = min(list_version_runs(trace), default=self._transfer.version)
                 version = oldest - self._version_offset
                 self._put_sample(to_sample(row, advantage=advantage, model_version=version, group_id=number))
 

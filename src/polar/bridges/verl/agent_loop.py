@@ -86,7 +86,7 @@ def check_usable(group: SessionGroup, key: str) -> None:
 
 def build_outputs(item: SessionItem, *, logprobs: bool = True, experts: bool = False) -> list[dict[str, Any]]:
     """A session as fields of `AgentLoopOutput`s, with or without the recorded log-probabilities, and the experts."""
-    made: list[dict[str, Any]] = [*VerlExporter().lines(item)]
+    made: list[dict[str, Any]] = [*VerlExporter().build_lines(item)]
     for one, trace in zip(made, item.trajectory.traces, strict=True):
         one["extra_fields"][SCALES_FIELD] = get_logit_scales(trace)
         if experts:

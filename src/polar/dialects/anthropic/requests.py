@@ -13,7 +13,7 @@ from msgspec import UNSET, Raw
 from polar.dialects.anthropic import wire as aw
 from polar.dialects.anthropic.tools import decode_tool_choice, decode_tools, encode_tools, require_json_object
 from polar.dialects.base import join_namespace
-from polar.dialects.raw_fields import decode, encode, unsupported_field_error
+from polar.dialects.raw_fields import decode, encode, make_unsupported_field_error
 from polar.errors import ApiError
 from polar.records.exchange import RawRequest
 from polar.types import (
@@ -117,16 +117,16 @@ def _is_present(raw: Raw | msgspec.UnsetType | None) -> bool:
 
 def _refuse_server_features(fields: dict[str, Raw], counting: bool) -> None:
     if _decode_optional(fields, "mcp_servers", _MAYBE_LIST):
-        raise unsupported_field_error(
+        raise make_unsupported_field_error(
             "mcp_servers", "nothing here calls them; let the harness connect and offer their tools"
         )
     if _is_present(fields.get("thread")):
-        raise unsupported_field_error("thread", "no conversation is held here; send all of its messages")
+        raise make_unsupported_field_error("thread", "no conversation is held here; send all of its messages")
     if _is_present(fields.get("compaction")) and not counting:  # a count ignores it, as documented
-        raise unsupported_field_error("compaction", "let the harness ask for a summary in a message")
+        raise make_unsupported_field_error("compaction", "let the harness ask for a summary in a message")
     container = _decode_optional(fields, "container", _CONTAINER)
     if isinstance(container, aw.Container) and container.skills:
-        raise unsupported_field_error("container.skills", "skills run in Anthropic's containers")
+        raise make_unsupported_field_error("container.skills", "skills run in Anthropic's containers")
 
 
 def _decode_max_tokens(fields: dict[str, Raw], counting: bool) -> int | None:
@@ -134,7 +134,7 @@ def _decode_max_tokens(fields: dict[str, Raw], counting: bool) -> int | None:
         return _decode_optional(fields, "max_tokens", _MAYBE_INTEGER)
     tokens = _decode_required(fields, "max_tokens", _INTEGER)
     if tokens == 0:
-        raise unsupported_field_error("max_tokens", "0 asks to fill a cache and sample nothing")
+        raise make_unsupported_field_error("max_tokens", "0 asks to fill a cache and sample nothing")
     if tokens < 0:
         raise ApiError("invalid_request", "max_tokens: must be at least 1.", param="max_tokens")
     return tokens
@@ -159,7 +159,7 @@ def _decode_messages(items: list[Raw], loaded_tools: set[str]) -> list[Message]:
         elif message.role == "assistant":
             messages.append(Message("assistant", _decode_assistant(message, where)))
         elif message.output_config is not None and message.output_config.effort is not None:
-            raise unsupported_field_error(
+            raise make_unsupported_field_error(
                 f"messages[{index}].output_config", "effort can only be set for the whole request"
             )
         elif message.clear_at != "next_user_message" or index > last_user:
@@ -174,11 +174,11 @@ def _decode_message(item: Raw, where: str) -> aw.WireMessage:
         with suppress(msgspec.DecodeError, RecursionError):  # then the first error says more
             for index, block in enumerate(_BLOCK_TYPES.decode(item).content):
                 if block.type not in aw.BLOCK_TYPES:
-                    raise _unknown_block_error(block.type, f"{where}.content[{index}]") from None
+                    raise _make_unknown_block_error(block.type, f"{where}.content[{index}]") from None
         raise
 
 
-def _unknown_block_error(block_type: str, where: str) -> ApiError:
+def _make_unknown_block_error(block_type: str, where: str) -> ApiError:
     return ApiError(
         "unsupported",
         f"{where}: blocks of type {block_type!r} are not supported; what Anthropic's servers write, only they can show "
@@ -187,13 +187,13 @@ def _unknown_block_error(block_type: str, where: str) -> ApiError:
     )
 
 
-def _misplaced_block_error(block: aw.Block, role: str, where: str) -> ApiError:
+def _make_misplaced_block_error(block: aw.Block, role: str, where: str) -> ApiError:
     block_type = block.__struct_config__.tag
     message = f"{where}: a block of type {block_type!r} can't stand in a message of role {role!r}."
     return ApiError("invalid_request", message, param=where)
 
 
-def _content_blocks(message: aw.WireMessage) -> list[aw.Block]:
+def _list_content_blocks(message: aw.WireMessage) -> list[aw.Block]:
     if isinstance(message.content, str):
         return [aw.TextBlock(message.content)] if message.content else []
     return message.content
@@ -201,18 +201,18 @@ def _content_blocks(message: aw.WireMessage) -> list[aw.Block]:
 
 def _decode_text_only(message: aw.WireMessage, where: str) -> list[Part]:
     parts: list[Part] = []
-    for index, block in enumerate(_content_blocks(message)):
+    for index, block in enumerate(_list_content_blocks(message)):
         if not isinstance(block, aw.TextBlock):
-            raise _misplaced_block_error(block, message.role, f"{where}[{index}]")
+            raise _make_misplaced_block_error(block, message.role, f"{where}[{index}]")
         parts.append(Text(block.text))
     return parts
 
 
 def _decode_assistant(message: aw.WireMessage, where: str) -> list[Part]:
     parts: list[Part] = []
-    for index, block in enumerate(_content_blocks(message)):
+    for index, block in enumerate(_list_content_blocks(message)):
         if isinstance(block, aw.ToolResultBlock):
-            raise _misplaced_block_error(block, message.role, f"{where}[{index}]")
+            raise _make_misplaced_block_error(block, message.role, f"{where}[{index}]")
         if isinstance(block, aw.TurnBlock):
             parts.append(decode_turn_block(block))
         else:
@@ -222,7 +222,7 @@ def _decode_assistant(message: aw.WireMessage, where: str) -> list[Part]:
 
 def _decode_user(message: aw.WireMessage, where: str, loaded_tools: set[str]) -> list[Message]:
     """Each tool result becomes a message of its own; what stands between them stays together."""
-    blocks = _content_blocks(message)
+    blocks = _list_content_blocks(message)
     if not blocks:
         return [Message("user", [])]
     messages: list[Message] = []
@@ -230,7 +230,7 @@ def _decode_user(message: aw.WireMessage, where: str, loaded_tools: set[str]) ->
         if isinstance(block, aw.ToolResultBlock):
             messages.append(Message("tool", [decode_tool_result(block, loaded_tools)]))
         elif isinstance(block, aw.TurnBlock):
-            raise _misplaced_block_error(block, message.role, f"{where}[{index}]")
+            raise _make_misplaced_block_error(block, message.role, f"{where}[{index}]")
         elif messages and messages[-1].role == "user":
             messages[-1].parts += decode_visible_block(block)
         else:
@@ -241,7 +241,9 @@ def _decode_user(message: aw.WireMessage, where: str, loaded_tools: set[str]) ->
 def _decode_output(fields: dict[str, Raw]) -> tuple[Thinking, ResponseFormat]:
     config = _decode_optional(fields, "output_config", _OUTPUT_CONFIG) or aw.OutputConfig()
     if _is_present(config.task_budget):
-        raise unsupported_field_error("output_config.task_budget", "only Anthropic's models are told of such a budget")
+        raise make_unsupported_field_error(
+            "output_config.task_budget", "only Anthropic's models are told of such a budget"
+        )
     thinking = _decode_thinking(fields, config.effort)
     wanted = config.format or _decode_optional(fields, "output_format", _OUTPUT_FORMAT)
     if wanted is None:
@@ -256,7 +258,9 @@ def _decode_thinking(fields: dict[str, Raw], effort: str | None) -> Thinking:
     if thinking is None:
         return Thinking(effort=effort)
     if thinking.type == "between_tools":
-        raise unsupported_field_error("thinking.type", "no engine can limit thinking to the time between tool calls")
+        raise make_unsupported_field_error(
+            "thinking.type", "no engine can limit thinking to the time between tool calls"
+        )
     if thinking.type == "disabled":
         return Thinking(enabled=False, effort=effort, visible=False)
     return Thinking(enabled=True, effort=effort, budget=thinking.budget_tokens)
@@ -365,14 +369,14 @@ def _list_messages(request: Request) -> list[Message]:
         return request.messages
     if isinstance(request.prompt, str):
         return [Message("user", [Text(request.prompt)])]
-    raise unsupported_field_error("prompt", "Anthropic takes no token ids")
+    raise make_unsupported_field_error("prompt", "Anthropic takes no token ids")
 
 
 def _encode_system(message: Message) -> list[aw.TextBlock]:
     blocks = []
     for part in message.parts:
         if not isinstance(part, Text):
-            raise unsupported_field_error("system", "Anthropic's system prompt holds only text")
+            raise make_unsupported_field_error("system", "Anthropic's system prompt holds only text")
         blocks.append(aw.TextBlock(part.text))
     return blocks
 
@@ -438,7 +442,7 @@ def _encode_visible_block(part: Text | Media) -> aw.TextBlock | aw.ImageBlock | 
     if isinstance(part, Text):
         return aw.TextBlock(part.text)
     if part.kind not in ("image", "file"):
-        raise unsupported_field_error(part.kind, "Anthropic takes images and documents only")
+        raise make_unsupported_field_error(part.kind, "Anthropic takes images and documents only")
     source: aw.Base64Source | aw.UrlSource | aw.FileSource
     if part.data is not None:
         source = aw.Base64Source(part.media_type, part.data)

@@ -12,7 +12,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from polar.dialects.anthropic.wire import WireTool, WireToolChoice
 from polar.dialects.base import join_namespace
-from polar.dialects.raw_fields import unsupported_field_error
+from polar.dialects.raw_fields import make_unsupported_field_error
 from polar.errors import ApiError
 from polar.types import Request, Tool, ToolChoice
 
@@ -72,7 +72,9 @@ def _decode_tool(tool: WireTool, where: str) -> Tool:
         return Tool(tool.name, _describe_tool(tool), schema, strict=tool.strict)
     known = _CLIENT_TOOLS.get(tool.type)
     if known is None:
-        raise unsupported_field_error(where, f"a tool of type {tool.type!r} has no schema that a model could be shown")
+        raise make_unsupported_field_error(
+            where, f"a tool of type {tool.type!r} has no schema that a model could be shown"
+        )
     return Tool(tool.name, known.description, known.schema, strict=tool.strict)
 
 
@@ -127,15 +129,15 @@ class _ClientTool(Struct, frozen=True):
     schema: Raw
 
 
-def _object_schema(required: list[str], **properties: dict[str, object]) -> Raw:
+def _make_object_schema(required: list[str], **properties: dict[str, object]) -> Raw:
     return Raw(msgspec.json.encode({"type": "object", "properties": properties, "required": required}))
 
 
-def _string_schema(description: str) -> dict[str, object]:
+def _make_string_schema(description: str) -> dict[str, object]:
     return {"type": "string", "description": description}
 
 
-def _command_schema(*names: str) -> dict[str, object]:
+def _make_command_schema(*names: str) -> dict[str, object]:
     return {"type": "string", "enum": list(names), "description": "What to do."}
 
 
@@ -153,9 +155,9 @@ _RANGE: dict[str, object] = {
 
 _BASH = _ClientTool(
     "Runs a command in a bash session that keeps its state from call to call.",
-    _object_schema(
+    _make_object_schema(
         [],
-        command=_string_schema("The command to run; needed unless the session is restarted."),
+        command=_make_string_schema("The command to run; needed unless the session is restarted."),
         restart={"type": "boolean", "description": "Start the session anew instead of running a command."},
     ),
 )
@@ -164,35 +166,35 @@ _BASH = _ClientTool(
 def _make_editor_tool(commands: tuple[str, ...], insert_parameter: str) -> _ClientTool:
     """`insert_parameter` is the one that holds the text of `insert`: it was renamed in the version of July 2025."""
     properties: dict[str, dict[str, object]] = {
-        "command": _command_schema(*commands),
-        "path": _string_schema("The file or directory."),
-        "file_text": _string_schema("For `create`: the whole text of the file."),
-        "old_str": _string_schema("For `str_replace`: the text to replace; it must occur exactly once."),
-        "new_str": _string_schema("For `str_replace`: the text to put in its place."),
+        "command": _make_command_schema(*commands),
+        "path": _make_string_schema("The file or directory."),
+        "file_text": _make_string_schema("For `create`: the whole text of the file."),
+        "old_str": _make_string_schema("For `str_replace`: the text to replace; it must occur exactly once."),
+        "new_str": _make_string_schema("For `str_replace`: the text to put in its place."),
         "insert_line": _LINE,
         "view_range": _RANGE,
     }
     if insert_parameter == "new_str":
-        properties["new_str"] = _string_schema("For `str_replace` and `insert`: the new text.")
+        properties["new_str"] = _make_string_schema("For `str_replace` and `insert`: the new text.")
     else:
-        properties[insert_parameter] = _string_schema("For `insert`: the text to insert.")
-    return _ClientTool("Views, creates and edits text files.", _object_schema(["command", "path"], **properties))
+        properties[insert_parameter] = _make_string_schema("For `insert`: the text to insert.")
+    return _ClientTool("Views, creates and edits text files.", _make_object_schema(["command", "path"], **properties))
 
 
 _MEMORY = _ClientTool(
     "Keeps notes from one conversation to the next, as files under /memories.",
-    _object_schema(
+    _make_object_schema(
         ["command"],
-        command=_command_schema("view", "create", "str_replace", "insert", "delete", "rename"),
-        path=_string_schema("The file or directory; needed by every command but `rename`."),
+        command=_make_command_schema("view", "create", "str_replace", "insert", "delete", "rename"),
+        path=_make_string_schema("The file or directory; needed by every command but `rename`."),
         view_range=_RANGE,
-        file_text=_string_schema("For `create`: the whole text of the file."),
-        old_str=_string_schema("For `str_replace`: the text to replace."),
-        new_str=_string_schema("For `str_replace`: the text to put in its place."),
+        file_text=_make_string_schema("For `create`: the whole text of the file."),
+        old_str=_make_string_schema("For `str_replace`: the text to replace."),
+        new_str=_make_string_schema("For `str_replace`: the text to put in its place."),
         insert_line=_LINE,
-        insert_text=_string_schema("For `insert`: the text to insert."),
-        old_path=_string_schema("For `rename`: the present path."),
-        new_path=_string_schema("For `rename`: the new path."),
+        insert_text=_make_string_schema("For `insert`: the text to insert."),
+        old_path=_make_string_schema("For `rename`: the present path."),
+        new_path=_make_string_schema("For `rename`: the new path."),
     ),
 )
 

@@ -29,7 +29,7 @@ _TEXT_KEYS = ("output", "result", "error")  # the one key of a function's respon
 _URLSAFE_TO_STANDARD = str.maketrans("-_", "+/")  # Google's Python client writes base64 in this alphabet
 
 
-def invalid_field_error(where: str, why: str) -> ApiError:
+def make_invalid_field_error(where: str, why: str) -> ApiError:
     return ApiError("invalid_request", f"{where}: {why}.", param=where)
 
 
@@ -69,7 +69,7 @@ class ContentReader:
         elif not content.role or content.role in ("user", "function"):
             self._add_user_turn(parts, where)
         else:
-            raise invalid_field_error(f"{where}.role", f"{content.role!r} is neither user nor model")
+            raise make_invalid_field_error(f"{where}.role", f"{content.role!r} is neither user nor model")
 
     def _add_user_turn(self, parts: list[gw.Part], where: str) -> None:
         message: Message | None = None
@@ -129,7 +129,7 @@ class ContentReader:
         for n, part in enumerate(response.parts or []):
             media = _decode_media(part.inlineData or part.inline_data, part.fileData or part.file_data)
             if media is None:
-                raise invalid_field_error(f"{where}.parts[{n}]", "neither inlineData nor fileData")
+                raise make_invalid_field_error(f"{where}.parts[{n}]", "neither inlineData nor fileData")
             parts.append(media)
         call_id = self._match_call(response)
         return ToolResult(call_id, parts, is_error, response.name or self._call_names.get(call_id) or None)
@@ -179,7 +179,7 @@ def _decode_part(part: gw.Part, where: str, *, allow_empty: bool = False) -> Tex
     """A part that either side may send: text, media, or the traces of code that Google ran. With
     `allow_empty` (the part may only bring a signature), nothing at all is empty text."""
     if part.videoMetadata or part.video_metadata:
-        raise raw_fields.unsupported_field_error(f"{where}.videoMetadata", "videos can't be cut here")
+        raise raw_fields.make_unsupported_field_error(f"{where}.videoMetadata", "videos can't be cut here")
     resolution = part.mediaResolution or part.media_resolution
     media = _decode_media(part.inlineData or part.inline_data, part.fileData or part.file_data, resolution)
     if media is not None:
@@ -194,7 +194,7 @@ def _decode_part(part: gw.Part, where: str, *, allow_empty: bool = False) -> Tex
         return Text(f"```\n{result.output}\n```\n")
     if allow_empty:
         return Text("")
-    raise invalid_field_error(where, "no text, media or other content that may stand here")
+    raise make_invalid_field_error(where, "no text, media or other content that may stand here")
 
 
 def _decode_media(
@@ -205,10 +205,10 @@ def _decode_media(
         media_type = blob.mimeType or blob.mime_type
         data = blob.data.translate(_URLSAFE_TO_STANDARD)
         name = blob.displayName or blob.display_name
-        return Media(_media_kind(media_type), media_type, data=data, name=name, detail=detail)
+        return Media(_classify_media(media_type), media_type, data=data, name=name, detail=detail)
     if file is not None:
         media_type = file.mimeType or file.mime_type
-        media = Media(_media_kind(media_type), name=file.displayName or file.display_name, detail=detail)
+        media = Media(_classify_media(media_type), name=file.displayName or file.display_name, detail=detail)
         media.media_type = "" if media_type.endswith(_ANY_SUBTYPE) else media_type
         uri = file.fileUri or file.file_uri
         if "://" in uri:
@@ -219,7 +219,7 @@ def _decode_media(
     return None
 
 
-def _media_kind(media_type: str) -> Literal["image", "audio", "video", "file"]:
+def _classify_media(media_type: str) -> Literal["image", "audio", "video", "file"]:
     match media_type.split("/")[0]:
         case "image" | "audio" | "video" as kind:
             return kind
@@ -240,7 +240,7 @@ def _decode_arguments(args: Raw, where: str) -> str:
         if strings.keys() == {_UNPARSED_KEY}:
             return strings[_UNPARSED_KEY]
     if not text.startswith("{"):
-        raise invalid_field_error(where, "not an object")
+        raise make_invalid_field_error(where, "not an object")
     return text
 
 

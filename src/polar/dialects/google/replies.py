@@ -163,7 +163,7 @@ def _parse_time(time: str) -> int:
     try:
         return int(datetime.fromisoformat(time).timestamp()) if time else 0
     except (ValueError, OverflowError) as error:
-        raise gc.invalid_field_error("createTime", f"{time!r} is no time") from error
+        raise gc.make_invalid_field_error("createTime", f"{time!r} is no time") from error
 
 
 def _decode_logprobs(result: gw.LogprobsResult | None) -> list[TokenLogprob] | None:

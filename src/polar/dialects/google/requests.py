@@ -51,9 +51,9 @@ def decode_request(raw_request: RawRequest, params: dict[str, str]) -> Request:
         raw_request = raw_fields.split(bytes(inner), "contents")
     for name, why in _UNSUPPORTED_FIELDS:
         if _find_field(raw_request, name):
-            raise raw_fields.unsupported_field_error(name, why)
+            raise raw_fields.make_unsupported_field_error(name, why)
     if not raw_request.items:
-        raise gc.invalid_field_error("contents", "a list with at least one entry is required")
+        raise gc.make_invalid_field_error("contents", "a list with at least one entry is required")
 
     conversation = gc.ContentReader()
     instruction = _find_field(raw_request, "systemInstruction")
@@ -134,7 +134,7 @@ def _decode_tool_choice(raw: Raw | None, tools: list[Tool]) -> ToolChoice:
         case "NONE":
             return ToolChoice("none")
         case _:
-            raise gc.invalid_field_error(
+            raise gc.make_invalid_field_error(
                 f"{where}.mode", f"{config.mode!r} is not one of AUTO, ANY, NONE and VALIDATED"
             )
 
@@ -146,14 +146,14 @@ def _decode_config(raw: Raw | None) -> gw.GenerationConfig:
         return gw.GenerationConfig()
     config = raw_fields.decode(_CONFIG, gw.to_camel_case(raw, where), where)
     if (config.candidateCount or 1) != 1:
-        raise raw_fields.unsupported_field_error(f"{where}.candidateCount", "a call samples one reply")
+        raise raw_fields.make_unsupported_field_error(f"{where}.candidateCount", "a call samples one reply")
     if any(modality.upper() != "TEXT" for modality in config.responseModalities):
-        raise raw_fields.unsupported_field_error(f"{where}.responseModalities", "replies are text")
+        raise raw_fields.make_unsupported_field_error(f"{where}.responseModalities", "replies are text")
     for name, value in (("speechConfig", config.speechConfig), ("imageConfig", config.imageConfig)):
         if value:
-            raise raw_fields.unsupported_field_error(f"{where}.{name}", "replies are text")
+            raise raw_fields.make_unsupported_field_error(f"{where}.{name}", "replies are text")
     if config.responseFormat:
-        raise raw_fields.unsupported_field_error(
+        raise raw_fields.make_unsupported_field_error(
             f"{where}.responseFormat", "use responseMimeType and responseJsonSchema"
         )
     return config
@@ -184,7 +184,7 @@ def _decode_response_format(config: gw.GenerationConfig) -> ResponseFormat:
         case "text/plain" | "" if schema is None:
             return ResponseFormat()
         case other:
-            raise raw_fields.unsupported_field_error(
+            raise raw_fields.make_unsupported_field_error(
                 "generationConfig.responseMimeType", f"{other!r} can't be enforced here"
             )
 
@@ -214,7 +214,7 @@ def build_request(request: Request) -> gw.GenerateContentRequest:
     messages = request.messages
     if request.prompt is not None:
         if not isinstance(request.prompt, str):
-            raise raw_fields.unsupported_field_error("prompt", "Google takes no token ids")
+            raise raw_fields.make_unsupported_field_error("prompt", "Google takes no token ids")
         messages = [Message("user", [Text(request.prompt)])]
     leading = next((n for n, message in enumerate(messages) if message.role not in _SYSTEM_ROLES), len(messages))
     instruction = [gc.encode_part(part, {}) for message in messages[:leading] for part in message.parts]
@@ -270,7 +270,7 @@ def _encode_config(request: Request) -> gw.GenerationConfig | None:
     asked, form, thoughts = request.sampling, request.response_format, request.thinking
     for name in ("min_p", "repetition_penalty", "min_tokens", "logit_bias"):
         if getattr(asked, name):
-            raise raw_fields.unsupported_field_error(name, "Google has no such parameter")
+            raise raw_fields.make_unsupported_field_error(name, "Google has no such parameter")
     budget = thoughts.budget
     if budget is None and thoughts.enabled is not None and not thoughts.effort:
         budget = -1 if thoughts.enabled else 0

@@ -225,7 +225,7 @@ class TokenCount(Struct):
 _OBJECT = msgspec.json.Decoder(dict[str, Raw])
 
 
-def _camel_name(name: str) -> str:
+def _to_camel_case(name: str) -> str:
     first, *rest = name.strip("_").split("_")
     return first + "".join(word[:1].upper() + word[1:] for word in rest)
 
@@ -233,7 +233,7 @@ def _camel_name(name: str) -> str:
 def decode_fields(raw: Raw | bytes, where: str) -> dict[str, Raw]:
     """An object's fields under their names in camelCase, without those that are null."""
     return {
-        _camel_name(name) if "_" in name else name: value
+        _to_camel_case(name) if "_" in name else name: value
         for name, value in raw_fields.decode(_OBJECT, raw, where).items()
         if bytes(value) != b"null"
     }

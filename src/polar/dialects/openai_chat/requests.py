@@ -101,7 +101,7 @@ def build_request(request: Request) -> w.ChatRequest:
 def _decode_messages(items: Sequence[Raw]) -> list[Message]:
     messages: list[Message] = []
     legacy_call_id = ""  # calls of the old kind had no ids: a result belongs to the call before it
-    made = raw_fields.cached_results(_decode_messages)
+    made = raw_fields.get_decode_cache(_decode_messages)
     for index, item in enumerate(items):
         known = made.get(id(item))
         if known is not None:
@@ -128,7 +128,9 @@ def _decode_messages(items: Sequence[Raw]) -> list[Message]:
 
 def decode_assistant(message: w.Message, where: str, legacy_call_id: str) -> list[Part]:
     if w.null_to_none(message.audio) is not None:
-        raise raw_fields.unsupported_field_error(f"{where}.audio", "no engine knows the audio that the provider keeps")
+        raise raw_fields.make_unsupported_field_error(
+            f"{where}.audio", "no engine knows the audio that the provider keeps"
+        )
     parts: list[Part] = []
     if reasoning := message.reasoning_content or message.reasoning:
         parts.append(Reasoning(reasoning))
@@ -254,7 +256,7 @@ def _encode_media(media: Media) -> w.ContentPart:
     if media.kind == "audio" and media.data is not None:
         subtype = media.media_type.removeprefix("audio/")
         return w.AudioPart(w.Audio(media.data, _AUDIO_FORMATS.get(subtype, subtype)))
-    address = w.MediaUrl(media.url if media.url is not None else _data_url(media), media.detail)
+    address = w.MediaUrl(media.url if media.url is not None else _make_data_url(media), media.detail)
     if media.kind == "image":
         return w.ImagePart(address)
     return w.VideoPart(address) if media.kind == "video" else w.AudioUrlPart(address)
@@ -267,11 +269,11 @@ def _encode_file(media: Media) -> w.File:
     """OpenAI knows no files by address; where one must be said, `file_data` holds it, as other providers have it."""
     if media.file_id is not None:
         return w.File(file_id=media.file_id, filename=media.name)
-    data = media.url if media.url is not None else _data_url(media) if media.media_type else media.data
+    data = media.url if media.url is not None else _make_data_url(media) if media.media_type else media.data
     return w.File(file_data=data, filename=media.name)
 
 
-def _data_url(media: Media) -> str:
+def _make_data_url(media: Media) -> str:
     return f"data:{media.media_type};base64,{media.data}"
 
 
@@ -375,13 +377,13 @@ def _decode_thinking(fields: w.ChatRequest, raw_request: RawRequest) -> Thinking
     if fields.chat_template_kwargs is not None:
         given = raw_fields.decode(_NAMES, raw_request.fields["chat_template_kwargs"], "chat_template_kwargs")
         for name in given.keys() - _TEMPLATE_ARGUMENTS:
-            raise raw_fields.unsupported_field_error(f"chat_template_kwargs.{name}", "it would change the prompt")
+            raise raw_fields.make_unsupported_field_error(f"chat_template_kwargs.{name}", "it would change the prompt")
     reasoning = fields.reasoning or w.ReasoningOptions()
     switch = fields.thinking or w.ThinkingOptions()
     switched = {"enabled": True, "disabled": False}.get(switch.type or "")
-    effort = _first_given(fields.reasoning_effort, reasoning.effort, template.reasoning_effort)
+    effort = _choose_first_set(fields.reasoning_effort, reasoning.effort, template.reasoning_effort)
     return Thinking(
-        enabled=_first_given(
+        enabled=_choose_first_set(
             template.enable_thinking,
             template.thinking,
             fields.enable_thinking,
@@ -390,7 +392,7 @@ def _decode_thinking(fields: w.ChatRequest, raw_request: RawRequest) -> Thinking
             False if effort == "none" else None,
         ),
         effort=effort,
-        budget=_first_given(
+        budget=_choose_first_set(
             fields.thinking_token_budget,
             fields.thinking_budget,
             template.thinking_budget,
@@ -401,7 +403,7 @@ def _decode_thinking(fields: w.ChatRequest, raw_request: RawRequest) -> Thinking
     )
 
 
-def _first_given(*values: w.S | None) -> w.S | None:
+def _choose_first_set(*values: w.S | None) -> w.S | None:
     return next((value for value in values if value is not None), None)
 
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from polar import types
-from polar.dialects.raw_fields import decode, encode, unsupported_field_error
+from polar.dialects.raw_fields import decode, encode, make_unsupported_field_error
 from polar.errors import ApiError, EngineError
 from polar.records.exchange import RawRequest
 from polar.types import FinishReason, SamplingParams
@@ -337,7 +337,7 @@ def refuse_fields(raw_request: RawRequest, unsupported_fields: Mapping[str, tupl
     for name in unsupported_fields.keys() & raw_request.fields.keys():
         neutral, why = unsupported_fields[name]
         if decode(_ANY, raw_request.fields[name], name) not in neutral:
-            raise unsupported_field_error(name, why)
+            raise make_unsupported_field_error(name, why)
 
 
 # Replies

@@ -87,7 +87,7 @@ class _OutputItems:
         self._reasoning_count += isinstance(part, Reasoning)
         return item
 
-    def next_item_id(self, part: _OutputPart) -> str:
+    def issue_item_id(self, part: _OutputPart) -> str:
         """The id of the next item, if it is made of this part."""
         if isinstance(part, ToolCall):
             prefix = "ctc" if part.kind == "custom" else "tsc" if self._is_search(part) else "fc"
@@ -96,7 +96,7 @@ class _OutputItems:
 
     def make_item(self, part: _OutputPart, status: w.ItemStatus) -> w.OutputItem:
         """In progress, an item is what is known when its first token comes: nothing of what it says."""
-        item_id, is_in_progress = self.next_item_id(part), status == "in_progress"
+        item_id, is_in_progress = self.issue_item_id(part), status == "in_progress"
         if isinstance(part, Text):
             return w.MessageItem("assistant", [] if is_in_progress else [w.OutputText(part.text)], item_id, status)
         if isinstance(part, Reasoning):
@@ -299,7 +299,7 @@ class ResponsesStreamEncoder:
         closing = self._close_item("completed")
         item = self._items.make_item(part, "in_progress")
         self._open_part, self._pieces = part, []
-        self._item_id, self._index = self._items.next_item_id(part), len(self._items.output)
+        self._item_id, self._index = self._items.issue_item_id(part), len(self._items.output)
         added = self._encode_event(
             w.StreamEvent(type="response.output_item.added", output_index=self._index, item=item)
         )

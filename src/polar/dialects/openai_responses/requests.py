@@ -103,9 +103,9 @@ def _decode_thinking(fields: w.RequestIn, updated_effort: str | None) -> Thinkin
     that drops sealed content still echoes the text."""
     asked = fields.reasoning or w.ReasoningConfigIn()
     if asked.mode not in (None, "standard"):
-        raise raw_fields.unsupported_field_error("reasoning.mode", "one call samples one reply")
+        raise raw_fields.make_unsupported_field_error("reasoning.mode", "one call samples one reply")
     if fields.prompt_cache_options and fields.prompt_cache_options.prewarm:
-        raise raw_fields.unsupported_field_error("prompt_cache_options.prewarm", "every call samples a reply")
+        raise raw_fields.make_unsupported_field_error("prompt_cache_options.prewarm", "every call samples a reply")
     effort = updated_effort or asked.effort or None
     return Thinking(enabled=None if effort is None else effort != "none", effort=effort)
 
@@ -185,23 +185,23 @@ def _decode_tool_choice(choice: str | w.ToolChoiceIn | None) -> ToolChoice:
     if choice == "required":
         return ToolChoice("required")
     if isinstance(choice, w.ToolChoiceIn):
-        if choice.type in ("function", "custom") and (name := _chosen_name(choice)):
+        if choice.type in ("function", "custom") and (name := _find_chosen_name(choice)):
             return ToolChoice("named", [name])
         if choice.type == "allowed_tools" and choice.mode in ("auto", "required"):
             # The provider's own tools stand in the list without a name; no engine has them.
-            names = [name for tool in choice.tools or () if (name := _chosen_name(tool))]
+            names = [name for tool in choice.tools or () if (name := _find_chosen_name(tool))]
             if choice.mode == "required" and names:
                 return ToolChoice("named", names)
             if choice.mode == "auto":
                 return ToolChoice("auto", names) if names else ToolChoice("none")
         elif choice.type not in ("function", "custom", "allowed_tools"):
-            raise raw_fields.unsupported_field_error(
+            raise raw_fields.make_unsupported_field_error(
                 "tool_choice", f"no engine has the provider's own tool `{choice.type}`"
             )
     raise ApiError("invalid_request", "`tool_choice` names no mode and no tool.", param="tool_choice")
 
 
-def _chosen_name(choice: w.ToolChoiceIn) -> str | None:
+def _find_chosen_name(choice: w.ToolChoiceIn) -> str | None:
     return choice.name or (choice.function.name if choice.function else None)
 
 

@@ -14,8 +14,8 @@ from msgspec import Struct, field
 
 from polar.engines.api_server import wire
 from polar.engines.api_server.output_parser import OutputParser
-from polar.records.exchange import VersionSpan
-from polar.rendering.tokenizer import TokenIds, Tokenizer
+from polar.records.exchange import TokenIds, VersionSpan
+from polar.rendering.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -121,7 +121,7 @@ class Generation(Protocol):
         """Of all tokens but the last, in vLLM's form, where the engine is a mixture of experts."""
         ...
 
-    def steps(self) -> AsyncGenerator[Sequence[SampledToken]]:
+    def sample_steps(self) -> AsyncGenerator[Sequence[SampledToken]]:
         """What was sampled since the last step. `finish_reason` is set with the last one, which alone may be empty.
         Closing the generator early ends the sampling. Raises EngineError where the engine broke."""
         ...

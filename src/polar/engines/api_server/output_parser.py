@@ -18,7 +18,7 @@ _THINK, _THINK_END = "<think>", "</think>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
 
-def _held_length(text: str, tags: tuple[str, ...]) -> int:
+def _count_held_characters(text: str, tags: tuple[str, ...]) -> int:
     """How many characters at the text's end may be the beginning of one of the tags."""
     at = text.rfind("<")  # the only one in a tag, and its first character
     return len(text) - at if at >= 0 and any(tag.startswith(text[at:]) for tag in tags) else 0
@@ -30,14 +30,16 @@ class OutputParser:
 
     def __init__(self, starts_in_reasoning: bool = False, tools: bool = True) -> None:
         self._tags = (_THINK, _CALL) if tools else (_THINK,)
-        self._part: Callable[[list[ReplyEvent]], bool] = self._reasoning if starts_in_reasoning else self._text
+        self._part: Callable[[list[ReplyEvent]], bool] = (
+            self._parse_reasoning if starts_in_reasoning else self._parse_text
+        )
         self._pending_text = ""
         self._arguments_pending = False  # a call's arguments have not begun
         self.calls = 0
 
     @property
     def is_reasoning(self) -> bool:
-        return self._part == self._reasoning
+        return self._part == self._parse_reasoning
 
     def feed(self, text: str) -> list[ReplyEvent]:
         self._pending_text += text
@@ -51,38 +53,42 @@ class OutputParser:
         rest, self._pending_text = self._pending_text, ""
         if self._part == self._call_head:
             return [TextDelta(_CALL + rest)]
-        if not rest or (self._part == self._text and self.calls):
+        if not rest or (self._part == self._parse_text and self.calls):
             return []
-        if self._part == self._reasoning:
+        if self._part == self._parse_reasoning:
             return [ReasoningDelta(rest)]
-        return [ToolCallDelta(rest) if self._part == self._arguments else TextDelta(rest)]
+        return [ToolCallDelta(rest) if self._part == self._parse_arguments else TextDelta(rest)]
 
     # Each part reads what it can from `_pending_text`, and returns whether the next part may go on from there.
 
-    def _text(self, events: list[ReplyEvent]) -> bool:
+    def _parse_text(self, events: list[ReplyEvent]) -> bool:
         at = min((found for found in map(self._pending_text.find, self._tags) if found >= 0), default=-1)
         if at < 0:
-            self._emit(events, TextDelta, len(self._pending_text) - _held_length(self._pending_text, self._tags))
+            self._emit(
+                events, TextDelta, len(self._pending_text) - _count_held_characters(self._pending_text, self._tags)
+            )
             return False
         self._emit(events, TextDelta, at)
         if self._pending_text.startswith(_THINK):
             self._pending_text = self._pending_text[len(_THINK) :]
-            self._part = self._reasoning
+            self._part = self._parse_reasoning
         else:
             self._pending_text = self._pending_text[len(_CALL) :]
             self._part = self._call_head
         return True
 
-    def _reasoning(self, events: list[ReplyEvent]) -> bool:
+    def _parse_reasoning(self, events: list[ReplyEvent]) -> bool:
         at = self._pending_text.find(_THINK_END)
         if at < 0:
             self._emit(
-                events, ReasoningDelta, len(self._pending_text) - _held_length(self._pending_text, (_THINK_END,))
+                events,
+                ReasoningDelta,
+                len(self._pending_text) - _count_held_characters(self._pending_text, (_THINK_END,)),
             )
             return False
         self._emit(events, ReasoningDelta, at)
         self._pending_text = self._pending_text[len(_THINK_END) :]
-        self._part = self._text
+        self._part = self._parse_text
         return True
 
     def _call_head(self, events: list[ReplyEvent]) -> bool:
@@ -92,7 +98,7 @@ class OutputParser:
             self.calls += 1
             self._arguments_pending = True
             self._pending_text = self._pending_text[head.end() :]
-            self._part = self._arguments
+            self._part = self._parse_arguments
             return True
         at = self._pending_text.find(_CALL_END)
         if at < 0:
@@ -100,10 +106,10 @@ class OutputParser:
         at += len(_CALL_END)
         events.append(TextDelta(_CALL + self._pending_text[:at]))  # no call at all: handed on as text
         self._pending_text = self._pending_text[at:]
-        self._part = self._text
+        self._part = self._parse_text
         return True
 
-    def _arguments(self, events: list[ReplyEvent]) -> bool:
+    def _parse_arguments(self, events: list[ReplyEvent]) -> bool:
         if self._arguments_pending:
             self._pending_text = self._pending_text.lstrip()  # between the colon and the value
             self._arguments_pending = not self._pending_text
@@ -111,14 +117,16 @@ class OutputParser:
         written = (
             self._pending_text[:at]
             if at >= 0
-            else self._pending_text[: len(self._pending_text) - _held_length(self._pending_text, (_CALL_END,))]
+            else self._pending_text[
+                : len(self._pending_text) - _count_held_characters(self._pending_text, (_CALL_END,))
+            ]
         )
         tail = _CALL_TAIL.search(written)
         self._emit(events, ToolCallDelta, tail.start() if tail else len(written))
         if at < 0:
             return False
         self._pending_text = self._pending_text[self._pending_text.index(_CALL_END) + len(_CALL_END) :]
-        self._part = self._text
+        self._part = self._parse_text
         return True
 
     def _emit(

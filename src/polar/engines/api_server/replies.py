@@ -42,27 +42,27 @@ class ReplyFormat(Struct, frozen=True):
 
     def label_versions(self, generation: Generation) -> list[wire.VersionSpan] | UnsetType:
         """Of all tokens so far, in whatever route: a stream may break off behind any of them."""
-        return _version_spans(generation) if self.labels_every_chunk else UNSET
+        return _make_version_spans(generation) if self.labels_every_chunk else UNSET
 
     def make_text_logprobs(self, tokens: Sequence[SampledToken]) -> wire.TextLogprobs:
         content = []
         for token in tokens:
             if token.logprob is not None:
-                entry = self._text_logprob(token.id, token.logprob)
-                entry.top_logprobs = [self._text_logprob(id, value) for id, value in token.alternatives]
+                entry = self._make_text_logprob(token.id, token.logprob)
+                entry.top_logprobs = [self._make_text_logprob(id, value) for id, value in token.alternatives]
                 content.append(entry)
         return wire.TextLogprobs(content)
 
-    def _text_logprob(self, id: int, value: float) -> wire.TextLogprob:
+    def _make_text_logprob(self, id: int, value: float) -> wire.TextLogprob:
         text = self.tokenizer.decode_token(id)
         return wire.TextLogprob(text, value, list(text.encode("utf-8", "replace")))
 
 
-def _version_spans(generation: Generation) -> list[wire.VersionSpan]:
+def _make_version_spans(generation: Generation) -> list[wire.VersionSpan]:
     return [wire.VersionSpan(str(span.version), span.start, span.stop) for span in generation.spans]
 
 
-def _usage(generation: Generation, reasoning: int | None = None) -> wire.UsageInfo:
+def _make_usage(generation: Generation, reasoning: int | None = None) -> wire.UsageInfo:
     prompt, completion = len(generation.request.prompt), len(generation.tokens)
     return wire.UsageInfo(
         prompt_tokens=prompt,
@@ -73,7 +73,7 @@ def _usage(generation: Generation, reasoning: int | None = None) -> wire.UsageIn
     )
 
 
-def _token_ids(tokens: Sequence[SampledToken]) -> list[int]:
+def _list_token_ids(tokens: Sequence[SampledToken]) -> list[int]:
     return [token.id for token in tokens]
 
 
@@ -90,7 +90,7 @@ class ChatWriter:
         self._created = int(time.time())
 
     def write_start(self) -> bytes:
-        chunk = self._chunk([wire.ChatChunkChoice(0, wire.Delta(role="assistant", content=""))])
+        chunk = self._make_chunk([wire.ChatChunkChoice(0, wire.Delta(role="assistant", content=""))])
         chunk.prompt_token_ids = self._generation.request.prompt.tolist() if self._wants_token_ids else None
         return sse.encode_event(encode_json(chunk))
 
@@ -98,42 +98,42 @@ class ChatWriter:
         last = self._generation.finish_reason is not None
         choice = wire.ChatChunkChoice(
             0,
-            self._delta(self._read_events(tokens, last)),
+            self._make_delta(self._read_events(tokens, last)),
             self._format.make_text_logprobs(tokens) if self._wants_logprobs else None,
-            token_ids=_token_ids(tokens) if self._wants_token_ids else None,
+            token_ids=_list_token_ids(tokens) if self._wants_token_ids else None,
             weight_versions=self._format.label_versions(self._generation),
         )
         if last:
             choice.finish_reason = self._finish_reason(self._parser is not None and self._parser.calls > 0)
             choice.stop_reason = self._generation.stop_reason
-        return sse.encode_event(encode_json(self._chunk([choice])))
+        return sse.encode_event(encode_json(self._make_chunk([choice])))
 
     def write_usage(self) -> bytes:
-        chunk = self._chunk([])
-        chunk.usage = self._usage()
+        chunk = self._make_chunk([])
+        chunk.usage = self._make_usage()
         return sse.encode_event(encode_json(chunk))
 
     def write_reply(self) -> bytes:
         generation = self._generation
-        message = self._message(self._read_events(generation.tokens, last=True))
+        message = self._make_message(self._read_events(generation.tokens, last=True))
         choice = wire.ChatChoice(
             0,
             message,
             self._format.make_text_logprobs(generation.tokens) if self._wants_logprobs else None,
             self._finish_reason(message.tool_calls is not UNSET),
             generation.stop_reason,
-            _token_ids(generation.tokens) if self._wants_token_ids else None,
+            _list_token_ids(generation.tokens) if self._wants_token_ids else None,
             weight_versions=self._format.label_versions(generation),
         )
-        reply = wire.ChatReply(self._id, self._created, self._format.model, [choice], self._usage())
+        reply = wire.ChatReply(self._id, self._created, self._format.model, [choice], self._make_usage())
         reply.prompt_token_ids = generation.request.prompt.tolist() if self._wants_token_ids else None
         return encode_json(reply)
 
-    def _chunk(self, choices: list[wire.ChatChunkChoice]) -> wire.ChatChunk:
+    def _make_chunk(self, choices: list[wire.ChatChunkChoice]) -> wire.ChatChunk:
         return wire.ChatChunk(self._id, self._created, self._format.model, choices)
 
-    def _usage(self) -> wire.UsageInfo:
-        return _usage(self._generation, None if self._parser is None else self._reasoning_tokens)
+    def _make_usage(self) -> wire.UsageInfo:
+        return _make_usage(self._generation, None if self._parser is None else self._reasoning_tokens)
 
     def _finish_reason(self, has_calls: bool) -> str:
         reason = self._generation.finish_reason or "abort"
@@ -149,7 +149,7 @@ class ChatWriter:
             self._reasoning_tokens += reasons and self._parser.is_reasoning
         return events + self._parser.finish() if last else events
 
-    def _delta(self, events: list[ReplyEvent]) -> wire.Delta:
+    def _make_delta(self, events: list[ReplyEvent]) -> wire.Delta:
         delta = wire.Delta()
         calls: list[wire.ToolCall] = []
         begun = self._parser.calls if self._parser is not None else 0
@@ -169,7 +169,7 @@ class ChatWriter:
             delta.tool_calls = calls
         return delta
 
-    def _message(self, events: list[ReplyEvent]) -> wire.Message:
+    def _make_message(self, events: list[ReplyEvent]) -> wire.Message:
         reasoning, text, calls = "", "", list[wire.ToolCall]()
         for event in events:
             match event:
@@ -216,22 +216,22 @@ class CompletionWriter:
 
     def write_step(self, tokens: Sequence[SampledToken], *, first: bool) -> bytes:
         last = self._generation.finish_reason is not None
-        return sse.encode_event(encode_json(self._reply([self._choice(tokens, first, last)])))
+        return sse.encode_event(encode_json(self._make_reply([self._make_choice(tokens, first, last)])))
 
     def write_usage(self) -> bytes:
-        reply = self._reply([])
-        reply.usage = _usage(self._generation)
+        reply = self._make_reply([])
+        reply.usage = _make_usage(self._generation)
         return sse.encode_event(encode_json(reply))
 
     def write_reply(self) -> bytes:
-        reply = self._reply([self._choice(self._generation.tokens, first=True, last=True)])
-        reply.usage = _usage(self._generation)
+        reply = self._make_reply([self._make_choice(self._generation.tokens, first=True, last=True)])
+        reply.usage = _make_usage(self._generation)
         return encode_json(reply)
 
-    def _reply(self, choices: list[wire.CompletionChoice]) -> wire.CompletionReply:
+    def _make_reply(self, choices: list[wire.CompletionChoice]) -> wire.CompletionReply:
         return wire.CompletionReply(self._id, self._created, self._format.model, choices)
 
-    def _choice(self, tokens: Sequence[SampledToken], first: bool, last: bool) -> wire.CompletionChoice:
+    def _make_choice(self, tokens: Sequence[SampledToken], first: bool, last: bool) -> wire.CompletionChoice:
         generation = self._generation
         return wire.CompletionChoice(
             0,
@@ -239,7 +239,7 @@ class CompletionWriter:
             self._make_logprobs(tokens) if self._wants_logprobs else None,
             generation.finish_reason if last else None,
             generation.stop_reason if last else None,
-            token_ids=_token_ids(tokens) if self._wants_token_ids else None,
+            token_ids=_list_token_ids(tokens) if self._wants_token_ids else None,
             prompt_token_ids=generation.request.prompt.tolist() if self._wants_token_ids and first else None,
             weight_versions=self._format.label_versions(generation),
         )
@@ -273,37 +273,39 @@ class GenerateWriter:
 
     def write_step(self, tokens: Sequence[SampledToken], *, first: bool) -> bytes:
         last = self._generation.finish_reason is not None
-        chunk = wire.GenerateChunk(self._id, [self._choice(tokens, last)])
+        chunk = wire.GenerateChunk(self._id, [self._make_choice(tokens, last)])
         if first and self._wants_prompt_ids:
             chunk.prompt_token_ids = self._generation.request.prompt.tolist()
         return sse.encode_event(encode_json(chunk))
 
     def write_usage(self) -> bytes:
-        return sse.encode_event(encode_json(wire.GenerateChunk(self._id, [], _usage(self._generation))))
+        return sse.encode_event(encode_json(wire.GenerateChunk(self._id, [], _make_usage(self._generation))))
 
     def write_reply(self) -> bytes:
-        choice = self._choice(self._generation.tokens, last=True)
-        usage = _usage(self._generation)
+        choice = self._make_choice(self._generation.tokens, last=True)
+        usage = _make_usage(self._generation)
         reply = wire.GenerateReply(self._id, self._format.model, int(time.time()), usage, [choice])
         if self._wants_prompt_ids:
             reply.prompt_token_ids = self._generation.request.prompt.tolist()
         return encode_json(reply)
 
-    def _choice(self, tokens: Sequence[SampledToken], last: bool) -> wire.GenerateChoice:
+    def _make_choice(self, tokens: Sequence[SampledToken], last: bool) -> wire.GenerateChoice:
         generation = self._generation
-        logprobs = wire.IdLogprobs([_id_logprob(token, token.logprob) for token in tokens if token.logprob is not None])
+        logprobs = wire.IdLogprobs(
+            [_make_id_logprob(token, token.logprob) for token in tokens if token.logprob is not None]
+        )
         choice = wire.GenerateChoice(
-            0, None, None, _token_ids(tokens), logprobs if self._wants_logprobs else None, weight_versions=None
+            0, None, None, _list_token_ids(tokens), logprobs if self._wants_logprobs else None, weight_versions=None
         )
         if last or self._format.labels_every_chunk:
-            choice.weight_versions = _version_spans(generation)
+            choice.weight_versions = _make_version_spans(generation)
         if last:
             choice.finish_reason, choice.stop_reason = generation.finish_reason, generation.stop_reason
             choice.routed_experts = generation.routed_experts
         return choice
 
 
-def _id_logprob(token: SampledToken, logprob: float) -> wire.IdLogprob:
+def _make_id_logprob(token: SampledToken, logprob: float) -> wire.IdLogprob:
     """The sampled token's rank is known where it is among the alternatives."""
     ranks = {id: rank for rank, (id, _) in enumerate(token.alternatives, 1)}
     top = [wire.IdLogprob(id, value, ranks[id]) for id, value in token.alternatives]

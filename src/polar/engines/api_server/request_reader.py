@@ -16,8 +16,8 @@ from polar.engines.api_server.backend import (
     SamplingBackend,
     SamplingOptions,
 )
+from polar.records.exchange import TokenIds
 from polar.rendering.template import TemplateError
-from polar.rendering.tokenizer import TokenIds
 
 T = TypeVar("T")
 

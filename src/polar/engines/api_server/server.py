@@ -74,15 +74,15 @@ class ApiServer(Generic[GenerationT]):
         self.app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_refusals])
         self.app.add_routes(
             [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._handle_chat),
+                web.post("/v1/completions", self._handle_completions),
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/tokenize", self._tokenize),
-                web.post("/detokenize", self._detokenize),
-                web.get("/v1/models", self._models),
-                web.get("/health", self._health),
+                web.post("/detokenize", self._handle_detokenize),
+                web.get("/v1/models", self._handle_models),
+                web.get("/health", self._handle_health),
                 web.get("/version", self._get_version),
-                web.get("/metrics", self._metrics),
+                web.get("/metrics", self._handle_metrics),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
                 web.get("/is_paused", self._is_paused),
@@ -109,13 +109,13 @@ class ApiServer(Generic[GenerationT]):
 
     # Generating routes: each reads its own request and chooses how the reply is written; `_respond` does the rest.
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _handle_chat(self, request: web.Request) -> web.StreamResponse:
         asked = decode_body(await request.read(), wire.ChatRequest)
         return await self._respond(
             request, asked, partial(self._reader.read_chat, asked), lambda it: ChatWriter(it, asked, self._format)
         )
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _handle_completions(self, request: web.Request) -> web.StreamResponse:
         asked = decode_body(await request.read(), wire.CompletionRequest)
         return await self._respond(
             request,
@@ -170,7 +170,7 @@ class ApiServer(Generic[GenerationT]):
             self._counts[outcome] += 1
 
     async def _reply_at_once(self, generation: GenerationT, writer: ReplyWriter) -> web.Response:
-        async with aclosing(generation.steps()) as steps:
+        async with aclosing(generation.sample_steps()) as steps:
             async for _ in steps:
                 pass
         return json_response(writer.write_reply())
@@ -183,7 +183,7 @@ class ApiServer(Generic[GenerationT]):
         writer: ReplyWriter,
         usage: bool,
     ) -> web.StreamResponse:
-        async with aclosing(generation.steps()) as steps:
+        async with aclosing(generation.sample_steps()) as steps:
             first = await anext(steps)  # what fails before the first token still gets a status of its own
             data = writer.write_step(first, first=True)
             await response.prepare(request)
@@ -207,20 +207,20 @@ class ApiServer(Generic[GenerationT]):
             reply.token_strs = [self._backend.tokenizer.id_to_token(id) or "" for id in ids]
         return json_response(encode_json(reply))
 
-    async def _detokenize(self, request: web.Request) -> web.Response:
+    async def _handle_detokenize(self, request: web.Request) -> web.Response:
         asked = decode_body(await request.read(), wire.DetokenizeRequest)
         return json_response(encode_json(wire.DetokenizeReply(self._backend.tokenizer.decode(asked.tokens))))
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _handle_models(self, _: web.Request) -> web.Response:
         return json_response(encode_json(wire.ModelList([self._card])))
 
-    async def _health(self, _: web.Request) -> web.Response:
+    async def _handle_health(self, _: web.Request) -> web.Response:
         return web.Response(status=500 if self._backend.failed else 200)
 
     async def _get_version(self, _: web.Request) -> web.Response:
         return json_response(encode_json({"version": self._version}))
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _handle_metrics(self, _: web.Request) -> web.Response:
         """By vLLM's names, where it has them."""
         lines = [
             f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self._process_start!r}\n",
@@ -275,14 +275,14 @@ async def _answer_refusals(
     try:
         return await handler(request)
     except RequestError as refusal:
-        return _error_response(refusal)
+        return _make_error_response(refusal)
     except EngineError as error:
-        return _error_response(_to_request_error(error))
+        return _make_error_response(_to_request_error(error))
     except ConnectionError:
         return web.Response()  # the client went away while we wrote: nothing to say, and nobody to say it to
 
 
-def _error_response(refusal: RequestError) -> web.Response:
+def _make_error_response(refusal: RequestError) -> web.Response:
     return web.Response(body=refusal.body, status=refusal.status, content_type=_JSON)
 
 

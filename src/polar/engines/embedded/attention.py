@@ -179,15 +179,15 @@ def _attend(
     keys[plan.slot_indices, :, plan.positions] = key[0].transpose(0, 1)
     values[plan.slot_indices, :, plan.positions] = value[0].transpose(0, 1)
     parts = [
-        _attend_together(group, query[0, :, group.tokens], keys, values, scaling, sliding_window)
+        _attend_grouped(group, query[0, :, group.tokens], keys, values, scaling, sliding_window)
         if isinstance(group, GroupedParts)
-        else _attend_alone(group, query[:, :, group.tokens], keys, values, scaling, sliding_window)
+        else _attend_single(group, query[:, :, group.tokens], keys, values, scaling, sliding_window)
         for group in plan.groups
     ]
     return (torch.cat(parts) if len(parts) > 1 else parts[0])[None], None
 
 
-def _attend_together(
+def _attend_grouped(
     group: GroupedParts,
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -213,7 +213,7 @@ def _attend_together(
     return out.reshape(count, heads, -1)
 
 
-def _attend_alone(
+def _attend_single(
     group: SinglePart,
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -75,7 +75,7 @@ class Generation:
             self.finish_reason = "abort"
             self._changed.set()
 
-    async def steps(self) -> AsyncGenerator[list[SampledToken]]:
+    async def sample_steps(self) -> AsyncGenerator[list[SampledToken]]:
         """What was sampled since the last step, as soon as there is something. Only the last one may be empty.
         Raises EngineError where the model broke."""
         seen = 0

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from msgspec import Struct, field
-from numpy.typing import NDArray
 
-TokenIds = NDArray[np.int32]
+from polar.records.exchange import TokenIds
+
 _NO_IDS: TokenIds = np.empty(0, np.int32)
 _MIN_SAVED_TOKENS = 16
 """Tokens that one must save to be worth a copy, or to wait for another sequence that computes them just now."""
@@ -66,11 +66,11 @@ class KVCache:
         if not free:
             return None
         most = len(context) - 1  # of the last one something must be computed
-        known = [min(_common_prefix_length(slot.ids, context), most) for slot in self._slots]
+        known = [min(_count_common_prefix(slot.ids, context), most) for slot in self._slots]
         best = max(self._slots, key=lambda slot: (known[slot.index], not slot.in_use))
         shared = known[best.index]
         if any(
-            slot.in_use and min(_common_prefix_length(slot.planned_ids, context), most) >= shared + _MIN_SAVED_TOKENS
+            slot.in_use and min(_count_common_prefix(slot.planned_ids, context), most) >= shared + _MIN_SAVED_TOKENS
             for slot in self._slots
             if len(slot.ids) < len(slot.planned_ids)
         ):
@@ -103,7 +103,7 @@ class KVCache:
         self._layers.clear()
 
 
-def _common_prefix_length(a: TokenIds, b: TokenIds) -> int:
+def _count_common_prefix(a: TokenIds, b: TokenIds) -> int:
     """How many leading ids are equal."""
     length = min(len(a), len(b))
     unequal = np.flatnonzero(a[:length] != b[:length])

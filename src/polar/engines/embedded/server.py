@@ -48,7 +48,10 @@ class EmbeddedServer:
                 self.core,
                 card,
                 f"embedded-{installed_version()}",
-                [web.post("/update_weights", self._update_weights), web.get("/weight_version", self._weight_version)],
+                [
+                    web.post("/update_weights", self._update_weights),
+                    web.get("/weight_version", self._handle_weight_version),
+                ],
             )
             await self.core.restore_weights()
             self.url = await self._server.start(listener)
@@ -79,9 +82,9 @@ class EmbeddedServer:
             await asyncio.shield(self.core.update_weights(update))
         except ConfigError as error:
             raise RequestError(str(error), "path") from error
-        return await self._weight_version(request)
+        return await self._handle_weight_version(request)
 
-    async def _weight_version(self, _: web.Request) -> web.Response:
+    async def _handle_weight_version(self, _: web.Request) -> web.Response:
         return json_response(encode_json({"version": self.core.version}))
 
 

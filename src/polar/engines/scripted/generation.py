@@ -63,7 +63,7 @@ class ScriptedPolicy:
         self._sampling_open.set()
 
     @asynccontextmanager
-    async def admission(self) -> AsyncGenerator[None]:
+    async def admit(self) -> AsyncGenerator[None]:
         await self._admission_open.wait()
         self._running += 1
         self._idle.clear()
@@ -130,7 +130,7 @@ class ScriptedGeneration:
         ids = np.concatenate([self.request.prompt, self.script.ids[: len(self.tokens)]])
         return to_wire(route_experts(ids, self._experts))
 
-    async def steps(self) -> AsyncGenerator[list[SampledToken]]:
+    async def sample_steps(self) -> AsyncGenerator[list[SampledToken]]:
         """Raises EngineError or BrokenReplyError where the play wants this generation to go wrong."""
         loop = asyncio.get_running_loop()
         turn, total = self.script.turn, len(self.script.ids)
@@ -138,7 +138,7 @@ class ScriptedGeneration:
         size = self._tokens_per_chunk
         if not self.request.stream:
             size = 1 if self.interval else _UNSTREAMED_STEP_TOKENS
-        async with self._policy.admission():
+        async with self._policy.admit():
             aborts = self._policy.aborts
             if turn.delay:
                 await asyncio.sleep(turn.delay)

@@ -121,7 +121,7 @@ class Play(Struct, forbid_unknown_fields=True):
         played = []
         for index in range(turns):
             random = Random(f"{seed}:{index}")
-            turn = ScriptedTurn(reasoning=_prose(random, words // 2), text=_prose(random, words))
+            turn = ScriptedTurn(reasoning=_write_prose(random, words // 2), text=_write_prose(random, words))
             if index < turns - 1:
                 turn.shell = f"echo {' '.join(random.choices(_PLAIN_WORDS, k=4))} | tee note-{index}.txt"
             played.append(turn)
@@ -181,7 +181,7 @@ def render_output(turn: ScriptedTurn, context: TurnContext) -> str:
     """The text that the model writes, markup included, without the end token."""
     if turn.raw is not None:
         return turn.raw
-    calls = _calls(turn, context)
+    calls = _make_calls(turn, context)
     text = turn.text
     if not calls and turn.shell is not None:
         text += f"\n```bash\n{turn.shell}\n```"  # nothing runs commands here: say it
@@ -193,7 +193,7 @@ def render_output(turn: ScriptedTurn, context: TurnContext) -> str:
     return out + text + "".join(_call_text(call) for call in calls)
 
 
-def _calls(turn: ScriptedTurn, context: TurnContext) -> Sequence[ScriptedCall]:
+def _make_calls(turn: ScriptedTurn, context: TurnContext) -> Sequence[ScriptedCall]:
     calls = list(turn.calls)
     if turn.shell is not None and (call := make_shell_call(context.tools, turn.shell)):
         calls.append(call)
@@ -242,7 +242,7 @@ def make_shell_call(tools: Sequence[OfferedTool], command: str) -> ScriptedCall 
     if not candidates:
         return None
     _, tool, key = min(candidates, key=lambda candidate: candidate[0])
-    words = _json_type(tool.properties[key]) == "array"
+    words = _find_json_type(tool.properties[key]) == "array"
     return _fill_required(tool, {key: ["bash", "-lc", command] if words else command})
 
 
@@ -265,11 +265,11 @@ def make_any_call(tool: OfferedTool) -> ScriptedCall:
 def _fill_required(tool: OfferedTool, arguments: dict[str, Any]) -> ScriptedCall:
     for name in tool.required:
         if name not in arguments:
-            arguments[name] = _plausible_value(name, tool.properties.get(name, {}))
+            arguments[name] = _make_plausible_value(name, tool.properties.get(name, {}))
     return ScriptedCall(tool.name, arguments)
 
 
-def _json_type(schema: Schema) -> str:
+def _find_json_type(schema: Schema) -> str:
     kind = schema.get("type")
     if isinstance(kind, list):
         kind = next((one for one in kind if one != "null"), None)
@@ -277,18 +277,18 @@ def _json_type(schema: Schema) -> str:
         return kind.lower()  # Google's schemas say STRING
     for choices in (schema.get("anyOf"), schema.get("oneOf")):
         if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
-            return _json_type(choices[0])
+            return _find_json_type(choices[0])
     return "string"
 
 
-def _plausible_value(name: str, schema: Schema) -> Any:
+def _make_plausible_value(name: str, schema: Schema) -> Any:
     if "default" in schema:
         return schema["default"]
     if "const" in schema:
         return schema["const"]
     if isinstance(values := schema.get("enum"), list) and values:
         return values[0]
-    kind = _json_type(schema)
+    kind = _find_json_type(schema)
     if kind == "boolean":
         return False
     if kind in ("integer", "number"):
@@ -318,7 +318,7 @@ _WORDS = (
 # fmt: on
 
 
-def _prose(random: Random, words: int) -> str:
+def _write_prose(random: Random, words: int) -> str:
     """Sentences, some of them with characters that take several bytes."""
     sentences = []
     while words > 0:

@@ -14,8 +14,9 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from polar.records.exchange import TokenIds
 from polar.records.experts import Experts
-from polar.rendering.tokenizer import TokenIds, Tokenizer
+from polar.rendering.tokenizer import Tokenizer
 
 Words = NDArray[np.uint64]
 
@@ -43,30 +44,30 @@ def _mix_all(values: Words) -> Words:
     return mixed
 
 
-def _seed(version: int) -> int:
+def _compute_seed(version: int) -> int:
     return _mix((version + 1) * _MULTIPLIER & _WORD_MASK)
 
 
 @lru_cache(maxsize=8)
-def _powers(base: int, size: int) -> Words:
+def _compute_powers(base: int, size: int) -> Words:
     powers = np.full(size, base, dtype=np.uint64)
     powers[0] = 1
     return np.cumprod(powers, dtype=np.uint64)
 
 
-def _powers_to(base: int, count: int) -> Words:
+def _compute_powers_up_to(base: int, count: int) -> Words:
     """base**0 ... base**(count - 1); tables come in sizes of powers of two, so that there are few."""
-    return _powers(base, 1 << max(count - 1, 4095).bit_length())[:count]
+    return _compute_powers(base, 1 << max(count - 1, 4095).bit_length())[:count]
 
 
 def context_states(version: int, ids: TokenIds) -> Words:
     """The states before each id, and after the last one."""
-    terms = (ids.astype(np.uint64) + np.uint64(1)) * _powers_to(_MULTIPLIER_INVERSE, len(ids) + 1)[1:]
+    terms = (ids.astype(np.uint64) + np.uint64(1)) * _compute_powers_up_to(_MULTIPLIER_INVERSE, len(ids) + 1)[1:]
     sums = np.empty(len(ids) + 1, dtype=np.uint64)
-    sums[0] = _seed(version)
+    sums[0] = _compute_seed(version)
     np.cumsum(terms, dtype=np.uint64, out=sums[1:])
     sums[1:] += sums[0]
-    states: Words = sums * _powers_to(_MULTIPLIER, len(ids) + 1)
+    states: Words = sums * _compute_powers_up_to(_MULTIPLIER, len(ids) + 1)
     return states
 
 
@@ -89,7 +90,7 @@ def advance(state: int, id: int) -> int:
 
 def change_version(state: int, length: int, old: int, new: int) -> int:
     """The state of the same context of `length` ids under another version."""
-    return (state + (_seed(new) - _seed(old)) * pow(_MULTIPLIER, length, 1 << 64)) & _WORD_MASK
+    return (state + (_compute_seed(new) - _compute_seed(old)) * pow(_MULTIPLIER, length, 1 << 64)) & _WORD_MASK
 
 
 def logprob(state: int, token: int) -> float:
@@ -123,7 +124,7 @@ class DriftingEncoder:
     def __init__(self, tokenizer: Tokenizer, drift: float = 0.1, seed: int = 0) -> None:
         self._tokenizer = tokenizer
         self._drift = drift
-        self._seed = seed
+        self._compute_seed = seed
         self._splits = lru_cache(maxsize=1 << 16)(self._find_splits)
 
     def encode(self, text: str, context: int, seed: int = 0) -> list[int]:
@@ -132,7 +133,7 @@ class DriftingEncoder:
         ids, words = self._tokenizer.encode_words(text)
         if self._drift <= 0:
             return ids
-        random = Random(_mix(context ^ self._seed * _MULTIPLIER ^ seed * _MULTIPLIER_INVERSE & _WORD_MASK))
+        random = Random(_mix(context ^ self._compute_seed * _MULTIPLIER ^ seed * _MULTIPLIER_INVERSE & _WORD_MASK))
         out: list[int] = []
         word: int | None = None
         drifts = False

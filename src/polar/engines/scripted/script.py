@@ -27,7 +27,8 @@ from polar.engines.scripted.play import (
     render_output,
 )
 from polar.engines.scripted.sampler import DriftingEncoder, context_states
-from polar.rendering.tokenizer import TokenIds, Tokenizer
+from polar.records.exchange import TokenIds
+from polar.rendering.tokenizer import Tokenizer
 
 BLOCK_TOKENS = 16
 

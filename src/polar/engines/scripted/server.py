@@ -87,7 +87,7 @@ class ScriptedBackend:
         )
 
     def start_generation(self, generation: ScriptedGeneration) -> None:
-        fault = self._next_fault(generation.script)
+        fault = self._take_next_fault(generation.script)
         if isinstance(fault, int):
             raise RequestError("The play refuses this turn.", status=HTTPStatus(fault))
         generation.fault = fault
@@ -101,7 +101,7 @@ class ScriptedBackend:
         if generation.finish_reason is not None:
             self.cache.add(generation.script, len(generation.request.prompt), len(generation.tokens))
 
-    def _next_fault(self, script: Script) -> int | Fault | None:
+    def _take_next_fault(self, script: Script) -> int | Fault | None:
         turn, key = script.turn, (script.context.play, script.context.turn_index)
         if turn.fail is None or (turn.fail_times is not None and self._faults[key] >= turn.fail_times):
             return None
@@ -162,7 +162,7 @@ class ScriptedServer:
                 web.post("/wake_up", self._wake_up),
                 web.get("/is_sleeping", self._is_sleeping),
                 web.post("/update_weight_version", self._update_weight_version),
-                web.get("/weight_info", self._weight_info),
+                web.get("/weight_info", self._handle_weight_info),
                 web.post("/reset_prefix_cache", self._reset_prefix_cache),
                 web.get("/scripted/log", self._log),
             ],
@@ -216,7 +216,7 @@ class ScriptedServer:
             raise RequestError(f"new_version must be a whole number, got {new!r}.", "new_version") from error
         return json_response(encode_json({"success": True, "new_version": str(self.backend.policy.version)}))
 
-    async def _weight_info(self, _: web.Request) -> web.Response:
+    async def _handle_weight_info(self, _: web.Request) -> web.Response:
         return json_response(encode_json({"weight_version": str(self.backend.policy.version)}))
 
     async def _reset_prefix_cache(self, _: web.Request) -> web.Response:

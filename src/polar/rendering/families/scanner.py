@@ -63,7 +63,7 @@ END_MARKER = FoundMarker("")
 """An end token: it has no text."""
 
 
-def _byte_characters() -> dict[str, int]:
+def _build_byte_characters() -> dict[str, int]:
     """The characters that byte-level vocabularies write bytes with: printable ones stand for themselves, the others
     are counted on from 256."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -71,7 +71,7 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
 
 
-_BYTE_BY_CHARACTER = _byte_characters()
+_BYTE_BY_CHARACTER = _build_byte_characters()
 
 
 class Vocabulary:

@@ -11,9 +11,10 @@ from fastapi import APIRouter, HTTPException, Path, Query
 from pydantic import AfterValidator, BaseModel, Field
 
 from polar.config import DEFAULT_RUN, Compat
-from polar.engines.base import DesiredPool, PauseState, RunEngine
+from polar.engines.base import DesiredPool, RunEngine
 from polar.errors import ConfigError
 from polar.plugins import names
+from polar.records.policy import PauseState
 from polar.rollout.lease_manager import NodeView
 from polar.rollout.routes.bodies import Body, RunName, error_responses
 from polar.rollout.routes.service_parts import ServiceParts

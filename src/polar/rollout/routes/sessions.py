@@ -89,7 +89,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
         if before is not None:
             await find_session(before)
         return _json_response(
-            [view.session_to_dict(session) for session in await store.sessions(limit=limit, before=before)]
+            [view.session_to_dict(session) for session in await store.list_sessions(limit=limit, before=before)]
         )
 
     @router.get("/sessions/{session_id}", tags=["sessions"], response_model=SessionInfo, responses=error_responses(404))
@@ -136,7 +136,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
         return Response(document, media_type="application/json")
 
     async def find_session(session_id: str) -> Session:
-        session = await store.session(session_id)
+        session = await store.find_session(session_id)
         if session is None:
             raise HTTPException(404, f"There is no session {session_id}.")
         return session
@@ -150,7 +150,7 @@ def _json_response(value: Any) -> Response:
 async def _stream_exchanges(store: Store, session_id: str) -> AsyncIterator[bytes]:
     separator = b"["
     labels = await load_roles(store, session_id)
-    async for exchange in store.exchanges(session_id):
+    async for exchange in store.read_exchanges(session_id):
         yield separator + view.encode_json(view.exchange_to_dict(exchange, labels[exchange.exchange_id]))
         separator = b","
     yield b"[]" if separator == b"[" else b"]"

@@ -12,7 +12,7 @@ from msgspec import Struct
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticSerializationError
 
-from polar.export.polar import session_status, stage_timing
+from polar.export.polar import build_stage_timing, find_session_status
 from polar.plugins import names
 from polar.records.result import (
     GroupResult,
@@ -301,10 +301,10 @@ def _listed_session(row: WorkRow) -> ListedSession:
     return ListedSession(
         session_id=row.session_id,
         task_id=row.task_id,
-        status=session_status(ended.reason),
+        status=find_session_status(ended.reason),
         node_id=ended.node_id,
         reward=ended.reward,
-        timing=SessionTiming(**stage_timing(ended.seconds)),
+        timing=SessionTiming(**build_stage_timing(ended.seconds)),
         error=ended.error or ended.reason,
     )
 

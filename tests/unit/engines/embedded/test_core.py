@@ -20,7 +20,7 @@ CLOSE = 1e-4
 
 async def sampled(generation: Generation, count: int) -> None:
     """Until a generation has so many tokens."""
-    async for _ in generation.steps():
+    async for _ in generation.sample_steps():
         if len(generation.tokens) >= count:
             return
     raise AssertionError(f"it ended with {generation.finish_reason} after {len(generation.tokens)} tokens")
@@ -163,7 +163,7 @@ async def test_ends_at_a_stop_id_a_stop_string_or_the_limit(folder: Path) -> Non
         by_text = tiny.start_generation(
             core, PROMPTS[0], 8, SamplingOptions(temperature=0.0), stop=[stop], wants_text=True
         )
-        async for _ in by_text.steps():
+        async for _ in by_text.sample_steps():
             pass
         assert (by_text.finish_reason, by_text.stop_reason) == ("stop", stop)
         assert "".join(token.text for token in by_text.tokens) == text[: text.index(stop)]

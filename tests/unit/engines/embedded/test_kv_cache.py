@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from polar.engines.embedded.kv_cache import CacheSlot, KVCache, TokenIds
+from polar.engines.embedded.kv_cache import CacheSlot, KVCache
+from polar.records.exchange import TokenIds
 
 A: TokenIds = np.arange(100, dtype=np.int32)
 B: TokenIds = np.arange(200, 300, dtype=np.int32)

@@ -161,7 +161,7 @@ def start_generation(
 async def generate_all(core: EngineCore, prompt: Sequence[int], max_tokens: int = 16, **choosing: Any) -> Generation:
     """A generation, to its end."""
     generation = start_generation(core, prompt, max_tokens, SamplingOptions(**choosing))
-    async for _ in generation.steps():
+    async for _ in generation.sample_steps():
         pass
     return generation
 

@@ -15,7 +15,8 @@ from polar.engines.scripted.sampler import (
     logprob,
     rank_alternatives,
 )
-from polar.rendering.tokenizer import TokenIds, Tokenizer
+from polar.records.exchange import TokenIds
+from polar.rendering.tokenizer import Tokenizer
 
 TOKENS = Tokenizer.load(TOKENIZER_FOLDER)
 TEXT = "<think>" + Play.random(3, 1, 300).turns[0].text + "</think>Done.<|im_end|>"

@@ -382,7 +382,7 @@ async def test_what_is_kept_of_runs_consumers_and_the_store(queue: Queue, store:
     again = Queue(await QueueDatabase.open(store))
     assert await again.runs() == {"r": '{"a":1}'}
     assert await again.consumers() == {("r", "trainer"): ConsumerPosition(5, "group")}
-    assert len({await store.store_id() for _ in range(3)}) == 1
+    assert len({await store.ensure_store_id() for _ in range(3)}) == 1
 
 
 async def test_sessions_of_a_task_that_was_run_again_are_forgotten_too(queue: Queue, store: RelationalStore) -> None:
@@ -397,12 +397,12 @@ async def test_sessions_of_a_task_that_was_run_again_are_forgotten_too(queue: Qu
         (admitted,) = await queue.submit([msgspec.structs.replace(new("a"), rerun=True)])
         assert admitted.replaced is not None
     assert await queue.delete_ended_tasks(ends[0], 10) == 1
-    assert await store.session("first") is None
-    assert await store.session("second") is not None
+    assert await store.find_session("first") is None
+    assert await store.find_session("second") is not None
     assert await queue.task("default", "a") is not None
     assert await queue.delete_ended_tasks(ends[0], 10) == 0
     assert await queue.delete_ended_tasks(ends[1], 10) == 1
-    assert await store.session("second") is None
+    assert await store.find_session("second") is None
 
 
 async def test_what_ended_long_ago_is_forgotten_and_cursors_go_on(queue: Queue, store: RelationalStore) -> None:
@@ -421,8 +421,8 @@ async def test_what_ended_long_ago_is_forgotten_and_cursors_go_on(queue: Queue, 
 
     await wait_until(is_forgotten)
     keeping.cancel()
-    assert await store.session("session-1") is None
-    assert await store.session("session-2") is not None  # nobody was told of it yet
+    assert await store.find_session("session-1") is None
+    assert await store.find_session("session-2") is not None  # nobody was told of it yet
     assert await queue.task("default", "untold") is not None
     assert await queue.task("default", "runs") is not None
     assert [row.task_id for row in await queue.work_after("default", 0, 10)] == ["untold", "runs"]
