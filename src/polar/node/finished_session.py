@@ -51,8 +51,8 @@ def to_printable(document: Any) -> Any:
     if isinstance(document, dict):
         return {to_printable(key): to_printable(value) for key, value in document.items()}
     if isinstance(document, list | tuple):
-        more = [f"and {len(document) - _MAX_LIST_ITEMS} more"] if len(document) > _MAX_LIST_ITEMS else []
-        return [to_printable(value) for value in document[:_MAX_LIST_ITEMS]] + more
+        omitted = [f"and {len(document) - _MAX_LIST_ITEMS} more"] if len(document) > _MAX_LIST_ITEMS else []
+        return [to_printable(value) for value in document[:_MAX_LIST_ITEMS]] + omitted
     return document if document is None or isinstance(document, bool | int | float) else to_printable(str(document))
 
 
@@ -101,9 +101,9 @@ class SessionFolder:
 
     def write_json(self, name: str, content: Any) -> None:
         """Whole or not at all."""
-        beside = self.path / f".{name}.part"
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-        os.replace(beside, self.path / name)
+        part = self.path / f".{name}.part"
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+        os.replace(part, self.path / name)
 
     def log_tail(self, characters: int = 600) -> str:
         """The end of what the harness printed."""

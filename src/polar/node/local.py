@@ -59,9 +59,9 @@ class AllSamples:
         self.num_left = sum(plan.task.num_samples for plan in ordered)
 
     def next_sample(self) -> tuple[TaskPlan, int] | None:
-        found = next(self._samples, None)
-        self.num_left -= found is not None
-        return found
+        sample = next(self._samples, None)
+        self.num_left -= sample is not None
+        return sample
 
     def record_finished(self, finished: FinishedSession) -> bool:  # noqa: ARG002
         return True
@@ -106,26 +106,26 @@ class LocalRollout:
         reads on any more are cancelled."""
         sessions = AllSamples(source) if isinstance(source, Iterable) else source
         self._cancelled = False
-        feeding = asyncio.get_running_loop().create_task(self._submit_sessions(sessions))
+        submitting = asyncio.get_running_loop().create_task(self._submit_sessions(sessions))
         try:
-            while not feeding.done() or self._running or not self._finished.empty():
+            while not submitting.done() or self._running or not self._finished.empty():
                 finished = await self._finished.get()
                 if finished is not None:
                     yield finished.result()
-            await feeding
+            await submitting
         finally:
             self.cancel()
-            feeding.cancel()
-            await asyncio.wait({feeding, *(running.finished for running in self._running)})
+            submitting.cancel()
+            await asyncio.wait({submitting, *(running.finished for running in self._running)})
 
     async def _submit_sessions(self, source: SessionSource) -> None:
         try:
             while not self._cancelled and (source.num_left or self._running):
                 await self.node.wait_for_room()
                 self._changed.clear()
-                found = None if self._cancelled else source.next_sample()
-                if found is not None:
-                    running = await self.node.submit(*found)
+                sample = None if self._cancelled else source.next_sample()
+                if sample is not None:
+                    running = await self.node.submit(*sample)
                     self._running.add(running)
                     running.finished.add_done_callback(partial(self._on_session_done, running, source))
                     if self._cancelled:  # meanwhile
@@ -141,8 +141,8 @@ class LocalRollout:
         self, running: RunningSession, source: SessionSource, task: asyncio.Task[FinishedSession]
     ) -> None:
         self._running.discard(running)
-        broken = task.cancelled() or task.exception() is not None  # who reads it hears why
-        if broken or source.record_finished(task.result()) or self._cancelled:
+        failed = task.cancelled() or task.exception() is not None  # who reads it hears why
+        if failed or source.record_finished(task.result()) or self._cancelled:
             self._finished.put_nowait(task)
         self._changed.set()
         self._finished.put_nowait(None)
@@ -173,15 +173,15 @@ class LocalRollout:
         assert session is not None
         exchanges = [exchange async for exchange in store.exchanges(finished.session_id)]
 
-        def made() -> dict[str, Any]:
+        def render() -> dict[str, Any]:
             builder, error = plan.task.builder.strategy, finished.error
             try:
                 built = build_trajectory(session, exchanges, builder, self._checker)
                 item = SessionItem(session.summary, built.session_paths, built.trajectory, exchanges, calls=built.calls)
             except HeldBackError as held:
                 error = str(held)
-                kept, nothing = hold_back_session(session, builder, held)
-                item = SessionItem(kept.summary, SessionPaths(session.session_id, []), nothing)
+                held_back, empty_trajectory = hold_back_session(session, builder, held)
+                item = SessionItem(held_back.summary, SessionPaths(session.session_id, []), empty_trajectory)
             return render_session_result(
                 item,
                 stages=finished.seconds,
@@ -191,4 +191,4 @@ class LocalRollout:
                 mask_traces=plan.task.semantics.mask_traces,
             )
 
-        return await asyncio.to_thread(made)
+        return await asyncio.to_thread(render)

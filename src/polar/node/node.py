@@ -39,10 +39,10 @@ _WAITING_PER_INIT_WORKER = 2  # sessions that wait, for each that can be in INIT
 class RunningSession:
     """A session that was taken in."""
 
-    def __init__(self, life: SessionRun, finished: "asyncio.Task[FinishedSession]") -> None:
-        self._session_run = life
-        self.session_id = life.session_id
-        self.plan = life.plan
+    def __init__(self, session_run: SessionRun, finished: "asyncio.Task[FinishedSession]") -> None:
+        self._session_run = session_run
+        self.session_id = session_run.session_id
+        self.plan = session_run.plan
         self.finished = finished
 
     @property
@@ -136,8 +136,10 @@ class Node:
 
     async def __aenter__(self) -> "Node":
         await self.sweep()
-        wanted = [(prewarm_recipe(one, self._settings.node), one.count) for one in self._settings.node.prewarm]
-        for recipe, count in wanted:
+        recipes = [
+            (prewarm_recipe(prewarm, self._settings.node), prewarm.count) for prewarm in self._settings.node.prewarm
+        ]
+        for recipe, count in recipes:
             self._context.warm_pool.reserve(recipe, count)
         return self
 
@@ -150,16 +152,16 @@ class Node:
         """Tidies up after nodes that are no more; the sessions that were running there."""
         await self._runtime_backends.sweep()
         lost = []
-        for left in self._state.iter_abandoned():
-            self.replaced.append(left.folder.name)
-            if left.was_ending:
-                self.stopped.append(left.folder.name)
-            for folder in left.runtime_folders:
+        for abandoned in self._state.iter_abandoned():
+            self.replaced.append(abandoned.folder.name)
+            if abandoned.was_ending:
+                self.stopped.append(abandoned.folder.name)
+            for folder in abandoned.runtime_folders:
                 lost.append(folder.name)
                 verdict = Verdict(reason="node_lost")
                 await self._store.end_session(folder.name, ended_at=time.time(), verdict=verdict)
             try:
-                await asyncio.to_thread(left.remove)
+                await asyncio.to_thread(abandoned.remove)
             except SandboxError as error:
                 log.error("%s", error)
         if lost:
@@ -173,20 +175,20 @@ class Node:
     async def plan(self, task: TaskRequest) -> TaskPlan:
         """Raises ConfigError where the task can't be run here, with what to do."""
         try:
-            planned = make_plan(task, self._settings.node)
-            kind = await self._runtime_backends.get(planned.recipe.backend)
-            if (why := kind.check_image(task.runtime.image)) is not None:
-                raise ConfigError(why)
+            task_plan = make_plan(task, self._settings.node)
+            backend = await self._runtime_backends.get(task_plan.recipe.backend)
+            if (problem := backend.check_image(task.runtime.image)) is not None:
+                raise ConfigError(problem)
         except ConfigError as error:
             raise ConfigError(f"Task {task.task_id}: {error}") from error
-        return planned
+        return task_plan
 
     async def wait_for_room(self) -> None:
         """Until it makes sense to submit another session: not many wait for their first stage, and graders keep up,
         so that no heap of finished ones waits for them."""
-        place = self._context
-        await place.postrun.wait_until_queue_below(place.run.size + 1)
-        await place.init.wait_until_queue_below(_WAITING_PER_INIT_WORKER * place.init.size)
+        context = self._context
+        await context.postrun.wait_until_queue_below(context.run.size + 1)
+        await context.init.wait_until_queue_below(_WAITING_PER_INIT_WORKER * context.init.size)
 
     def free_slots(self) -> int:
         """How many may be submitted before the next one should wait (`room`)."""
@@ -202,17 +204,17 @@ class Node:
         return await asyncio.shield(submitting)
 
     async def _submit(self, plan: TaskPlan, sample: int, work_id: int | None) -> RunningSession:
-        life = await SessionRun.create(plan, sample, self._context, self._state.create_runtime_folder, work_id)
-        running = RunningSession(life, asyncio.get_running_loop().create_task(life.run()))
-        self._running[life.session_id] = running
-        running.finished.add_done_callback(lambda _: self._on_session_done(life))
+        session_run = await SessionRun.create(plan, sample, self._context, self._state.create_runtime_folder, work_id)
+        running = RunningSession(session_run, asyncio.get_running_loop().create_task(session_run.run()))
+        self._running[session_run.session_id] = running
+        running.finished.add_done_callback(lambda _: self._on_session_done(session_run))
         return running
 
-    def _on_session_done(self, life: SessionRun) -> None:
-        self._tokens += life.meter.tokens
-        self._used += life.meter.usage_totals
-        self._has_unrecorded |= not life.is_recorded
-        del self._running[life.session_id]
+    def _on_session_done(self, session_run: SessionRun) -> None:
+        self._tokens += session_run.meter.tokens
+        self._used += session_run.meter.usage_totals
+        self._has_unrecorded |= not session_run.is_recorded
+        del self._running[session_run.session_id]
 
     def load(self) -> NodeLoad:
         stages = [running.stage for running in self._running.values()]
@@ -237,11 +239,11 @@ class Node:
         """Cancels what runs, and leaves nothing behind."""
         if self._submitting:
             await asyncio.wait(self._submitting)
-        running = list(self._running.values())
-        for one in running:
-            one.cancel()
-        if running:
-            await asyncio.wait([one.finished for one in running])
+        sessions = list(self._running.values())
+        for session in sessions:
+            session.cancel()
+        if sessions:
+            await asyncio.wait([session.finished for session in sessions])
         await self._context.warm_pool.close()
         await self._runtime_backends.close()
         if not self._has_unrecorded:  # else the next node ends what is open

@@ -45,7 +45,7 @@ async def make_worker(
     def load() -> dict[str, Any]:
         return {} if node is None else msgspec.to_builtins(node.load())
 
-    place = WorkerContext(
+    context = WorkerContext(
         node_id=f"gateway-{secrets.token_hex(4)}" if node is None else node.node_id,
         name=name,
         backends=[] if node is None else await node.available_backends(),
@@ -61,7 +61,7 @@ async def make_worker(
         drain_seconds=plane.settings.node.drain_seconds,
         stays_when_drained=stays_when_drained,
     )
-    return Worker(server, node, place, keep_alive)
+    return Worker(server, node, context, keep_alive)
 
 
 async def serve_node(

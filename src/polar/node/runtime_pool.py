@@ -43,29 +43,29 @@ class RuntimeBackends:
         async with self._availability_lock:
             if self._problems.get(backend, "not asked yet") is not None:  # it may have been started since
                 self._problems[backend] = await kind.check_availability()
-        if (why := self._problems[backend]) is not None:
-            raise ConfigError(f"No runtime of kind {backend} can be made here. {why}")
+        if (problem := self._problems[backend]) is not None:
+            raise ConfigError(f"No runtime of kind {backend} can be made here. {problem}")
         return kind
 
     def _load(self, backend: str) -> RuntimeBackend:
         if backend not in self._backends:
-            made = load("runtimes", backend)
+            backend_type = load("runtimes", backend)
             if backend not in self._allowed:
                 raise ConfigError(f"[node] runtimes does not allow {backend} here: it has {', '.join(self._allowed)}.")
-            self._backends[backend] = made(self._state, self._gateway_url)
+            self._backends[backend] = backend_type(self._state, self._gateway_url)
         return self._backends[backend]
 
     async def list_available(self) -> list[str]:
         """Those that runtimes can be made of here, now."""
-        found = []
+        available = []
         for backend in self._allowed:
             try:
                 await self.get(backend)
             except ConfigError as error:
                 log.info("%s", error)
             else:
-                found.append(backend)
-        return found
+                available.append(backend)
+        return available
 
     async def sweep(self) -> list[str]:
         """Removes what a node that is no more left behind; the ids of its runtimes."""
@@ -156,11 +156,11 @@ class WarmPool:
         return self._stocks.setdefault(recipe.key, _Stock(recipe, deque()))
 
     def _restock(self, stock: _Stock) -> None:
-        wanted = 0 if self._closed else stock.reserved + min(stock.expected, self._max_expected)
-        while len(stock.ready) > wanted:
+        target = 0 if self._closed else stock.reserved + min(stock.expected, self._max_expected)
+        while len(stock.ready) > target:
             self._spawn(stock.ready.pop().remove(), self._removing)
         if not stock.failed:
-            for _ in range(wanted - len(stock.ready) - stock.making):
+            for _ in range(target - len(stock.ready) - stock.making):
                 stock.making += 1
                 self._spawn(self._add_one(stock), self._making)
         if not (stock.ready or stock.making or stock.expected or stock.reserved):
@@ -232,26 +232,26 @@ class WorkspaceSnapshots:
     async def acquire(self, recipe: RuntimeRecipe, runtime: Runtime) -> Path | None:
         """The workspace of a runtime that was just prepared; None where it is too large to keep. To be
         released in the end, unless this raises."""
-        copy = self._snapshots.get(recipe.key)
-        if copy is None:
+        snapshot = self._snapshots.get(recipe.key)
+        if snapshot is None:
             self._count += 1
             path = self._folder / f"before-{self._count}"
-            copy = _Snapshot(path, asyncio.get_running_loop().create_task(_copy_workspace(runtime, path)))
-            self._snapshots[recipe.key] = copy
-        copy.users += 1
+            snapshot = _Snapshot(path, asyncio.get_running_loop().create_task(_copy_workspace(runtime, path)))
+            self._snapshots[recipe.key] = snapshot
+        snapshot.users += 1
         try:
-            return await asyncio.shield(copy.copying)
+            return await asyncio.shield(snapshot.copying)
         except BaseException:
             await self.release(recipe)
             raise
 
     async def release(self, recipe: RuntimeRecipe) -> None:
-        copy = self._snapshots[recipe.key]
-        copy.users -= 1
-        if not copy.users:
+        snapshot = self._snapshots[recipe.key]
+        snapshot.users -= 1
+        if not snapshot.users:
             del self._snapshots[recipe.key]
-            await asyncio.wait([copy.copying])
-            await asyncio.to_thread(remove_tree, copy.path)
+            await asyncio.wait([snapshot.copying])
+            await asyncio.to_thread(remove_tree, snapshot.path)
 
 
 async def _copy_workspace(runtime: Runtime, path: Path) -> Path | None:

@@ -166,9 +166,9 @@ class SessionRun:
         except StoreError:
             await asyncio.to_thread(remove_tree, folder)
             raise
-        life = cls(plan, sample, context, session, key, folder)
-        life.meter = meter
-        return life
+        session_run = cls(plan, sample, context, session, key, folder)
+        session_run.meter = meter
+        return session_run
 
     async def run(self) -> FinishedSession:
         """Never raises: what goes wrong is in the verdict. A cancellation counts until the verdict is being told."""
@@ -249,30 +249,30 @@ class SessionRun:
         log.debug("session %s is in %s", self.session_id, stage)
 
     async def _run_stages(self) -> Verdict:
-        place, timing, priority = self._context, self._timing, self.plan.task.dispatch_priority
-        async with place.init.slot(priority):
+        context, timing, priority = self._context, self._timing, self.plan.task.dispatch_priority
+        async with context.init.slot(priority):
             timing.record("queued")
             self._enter_stage("init")
             if self.plan.task.semantics.clock == "init":
                 self.meter.clock.start()
             await self._run_within_time(self._prepare(), "It was not ready to run")
             timing.record("init")
-            await place.ready.enter(priority)
+            await context.ready.enter(priority)
         try:
             self._enter_stage("ready")
-            await place.run.enter(priority)
+            await context.run.enter(priority)
         finally:
-            place.ready.leave()
+            context.ready.leave()
             timing.record("ready")
         try:
             self._enter_stage("run")
             outcome = await self._run_harness()
         finally:
-            place.run.leave()
+            context.run.leave()
             timing.record("run")
         self._enter_stage("postrun")  # or waiting for it
         await self._stop_agent()
-        async with place.postrun.slot(priority):
+        async with context.postrun.slot(priority):
             timing.record("waiting")
             try:
                 return await self._postrun(outcome)
@@ -284,26 +284,26 @@ class SessionRun:
         if self.plan.task.semantics.clock == "run":
             return await work
         seconds = self.plan.task.timeout_seconds
-        working, limit = asyncio.ensure_future(work), asyncio.ensure_future(self.meter.wait_for_timeout(seconds))
+        running, limit = asyncio.ensure_future(work), asyncio.ensure_future(self.meter.wait_for_timeout(seconds))
         try:
-            await asyncio.wait({working, limit}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
+            await asyncio.wait({running, limit}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
                 raise TimeLimitReached(f"{what} within {seconds:g} seconds.")
-            return working.result()
+            return running.result()
         finally:
-            for task in (working, limit):
+            for task in (running, limit):
                 task.cancel()
-            await asyncio.wait({working, limit})
+            await asyncio.wait({running, limit})
 
     # INIT
 
     async def _prepare(self) -> None:
-        plan, place = self.plan, self._context
-        runtime = self._runtime = await place.warm_pool.take(plan.recipe)
-        self._snapshot = await place.snapshots.acquire(plan.recipe, runtime)
+        plan, context = self.plan, self._context
+        runtime = self._runtime = await context.warm_pool.take(plan.recipe)
+        self._snapshot = await context.snapshots.acquire(plan.recipe, runtime)
         self._has_snapshot = True
         agent, home = plan.task.agent, runtime.spec.home
-        wanted = SetupRequest(
+        request = SetupRequest(
             home=runtime.path(home),
             workdir=runtime.path(runtime.spec.workdir),
             gateway_url=runtime.gateway_url(),
@@ -312,14 +312,14 @@ class SessionRun:
             mcp_servers=tuple(agent.mcp_servers),
             settings=plan.settings,
         )
-        setup = plan.harness.setup(wanted)
+        setup = plan.harness.setup(request)
         for path, content in setup.files.items():
             await runtime.put(content.encode(), f"{home}/{path}")
         if agent.skills_path is not None and plan.harness.skills_folder is not None:
             await runtime.put(Path(agent.skills_path), f"{home}/{plan.harness.skills_folder}")
         shell = agent.custom_shell
         env = {
-            **build_environment(wanted.gateway_url, self._key, plan.model),
+            **build_environment(request.gateway_url, self._key, plan.model),
             **await self._make_folders(runtime),
             **setup.env,
             **agent.env,
@@ -350,33 +350,33 @@ class SessionRun:
     # RUN
 
     async def _run_harness(self) -> Outcome:
-        runtime, launch, place = self._runtime, self._launch, self._context
+        runtime, launch, context = self._runtime, self._launch, self._context
         assert runtime is not None
         assert launch is not None
         if self.plan.wants_fresh_runtime:
-            place.warm_pool.expect(self.plan.grading_recipe)
+            context.warm_pool.expect(self.plan.grading_recipe)
             self._expects_grading_runtime = True
         clock = self.meter.clock
         clock.start()
-        began = time.monotonic()
-        running = asyncio.ensure_future(
+        started = time.monotonic()
+        harness_run = asyncio.ensure_future(
             runtime.run(launch.argv, env=launch.env, cwd=launch.cwd, output=self._folder.agent_log)
         )
         limit = asyncio.ensure_future(self.meter.wait_until_used_up(self.plan.task.timeout_seconds))
-        done: CommandResult | None = None
+        completed: CommandResult | None = None
         try:
-            await asyncio.wait({running, limit}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                done = running.result()
+            await asyncio.wait({harness_run, limit}, return_when=asyncio.FIRST_COMPLETED)
+            if harness_run.done():
+                completed = harness_run.result()
         finally:
-            for task in (running, limit):
+            for task in (harness_run, limit):
                 task.cancel()
-            await asyncio.wait({running, limit})
+            await asyncio.wait({harness_run, limit})
             # The key dies with the run, and what still runs of the session's calls is recorded.
-            await place.sessions.end(self.session_id)
-        seconds = time.monotonic() - began
-        if done is not None:
-            self._outcome = Outcome("finished", done.exit_code, seconds, done.out_of_memory)
+            await context.sessions.end(self.session_id)
+        seconds = time.monotonic() - started
+        if completed is not None:
+            self._outcome = Outcome("finished", completed.exit_code, seconds, completed.out_of_memory)
         else:
             self._outcome = Outcome(limit.result(), None, seconds)
         return self._outcome
@@ -399,11 +399,11 @@ class SessionRun:
         last = calls[-1] if calls else None
         self._check_platform(outcome, last)
         if outcome.end_reason == "finished" and outcome.exit_code != 0 and task.semantics.on_failed_exit == "mask":
-            how = "was killed" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
-            raise NonzeroExit(f"The harness {how}.")
+            ending = "was killed" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
+            raise NonzeroExit(f"The harness {ending}.")
         outcome = self._outcome = self._apply_length_limit(outcome, last)
-        changed = await self._keep_diff(runtime)
-        self._evidence += await asyncio.to_thread(self._find_probes, exchanges, changed)
+        patch = await self._keep_diff(runtime)
+        self._evidence += await asyncio.to_thread(self._find_probes, exchanges, patch)
         if outcome.end_reason != "finished":
             policy = task.on_timeout if outcome.end_reason == "timeout" else task.on_length
             if policy == "mask":
@@ -437,22 +437,22 @@ class SessionRun:
             verdict = Verdict(reason="timeout_grading", detail=verdict.detail)
         return check_verdict(verdict, in_live_runtime=self._grading_work.live)
 
-    def _find_probes(self, exchanges: list[Exchange], changed: bytes) -> list[Evidence]:
+    def _find_probes(self, exchanges: list[Exchange], patch: bytes) -> list[Evidence]:
         """Paths of the grader's that the agent looked for."""
         probes = GraderPathProbes(
             self.plan.private_paths, workdir=self.plan.task.runtime.workdir, workspace=self._snapshot
         )
         probes.show(self.plan.task.instruction)
         probes.read_exchanges(exchanges)
-        probes.read_patch(changed)
+        probes.read_patch(patch)
         return probes.evidence
 
     def _check_platform(self, outcome: Outcome, last: Exchange | None) -> None:
         """A harness that never called the model has not failed the task: it never got it. And one whose last call we,
         or the engine, could not answer has not either."""
-        ours = self.meter.recording_error or (last and self.meter.find_platform_failure(last.exchange_id))
-        if ours is not None:
-            raise EngineFailure(ours)
+        platform_failure = self.meter.recording_error or (last and self.meter.find_platform_failure(last.exchange_id))
+        if platform_failure is not None:
+            raise EngineFailure(platform_failure)
         failed = outcome.end_reason == "finished" and outcome.exit_code != 0
         if self.meter.turns == 0 and (failed or self.plan.harness.package is not None):
             raise HarnessError(self._explain_silence(outcome))
@@ -463,17 +463,17 @@ class SessionRun:
             return f"{name} is not in the runtime: run `polar harness install {name}`."
         if outcome.out_of_memory:
             return f"{name} ran out of memory before its first model call: raise runtime.memory_mb."
-        how = f"ended with {outcome.exit_code}" if outcome.end_reason == "finished" else "used up its time"
-        return f"{name} {how} before its first model call: {self._folder.log_tail() or 'it printed nothing'}"
+        ending = f"ended with {outcome.exit_code}" if outcome.end_reason == "finished" else "used up its time"
+        return f"{name} {ending} before its first model call: {self._folder.log_tail() or 'it printed nothing'}"
 
     def _apply_length_limit(self, outcome: Outcome, last: Exchange | None) -> Outcome:
         """A harness that ended by itself may have done so because the model's context was full, or its reply cut."""
-        cut = self.meter.has_unrecorded_long_call or (
+        was_truncated = self.meter.has_unrecorded_long_call or (
             last is not None and (last.finish_reason == "length" or self.meter.exceeded_context(last.exchange_id))
         )
         return (
             msgspec.structs.replace(outcome, end_reason="length")
-            if outcome.end_reason == "finished" and cut
+            if outcome.end_reason == "finished" and was_truncated
             else outcome
         )
 
@@ -495,14 +495,14 @@ class SessionRun:
         after = self._scratch / "after"
         try:
             await runtime.get(runtime.spec.workdir, after, max_bytes=MAX_WORKSPACE_BYTES, all_links=True)
-            changed = await asyncio.to_thread(_make_patch, self._snapshot, after)
+            patch = await asyncio.to_thread(_make_patch, self._snapshot, after)
         except (TransferTooLargeError, OSError) as error:  # for people only: whose doing it is, the evaluator tells
             why = str(error)[:_MAX_ERROR_CHARS].encode(errors="backslashreplace")
             self._folder.workspace_diff.write_bytes(b"# The workspace could not be taken: " + why + b"\n")
             return b""
-        self._folder.workspace_diff.write_bytes(changed)
+        self._folder.workspace_diff.write_bytes(patch)
         await asyncio.to_thread(remove_tree, after)
-        return changed
+        return patch
 
     # The end
 
@@ -511,10 +511,10 @@ class SessionRun:
         runtimes = [] if self._grading_work is None else list(self._grading_work.fresh_runtimes)
         if self._runtime is not None:
             runtimes.append(self._runtime)
-        answers = await asyncio.gather(*(runtime.remove() for runtime in runtimes), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):  # the next sweep finds it
-                log.error("session %s: a runtime could not be removed: %s", self.session_id, answer)
+        results = await asyncio.gather(*(runtime.remove() for runtime in runtimes), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):  # the next sweep finds it
+                log.error("session %s: a runtime could not be removed: %s", self.session_id, result)
         if self._expects_grading_runtime or (self._grading_work is not None and self._grading_work.expects_runtime):
             self._context.warm_pool.cancel_expected(self.plan.grading_recipe)
         if self._has_snapshot:
@@ -553,8 +553,8 @@ def _make_session_folders(folder: Path) -> None:
 
 
 def _version_range(exchanges: list[Exchange]) -> tuple[int, int] | None:
-    found = [span.version for exchange in exchanges for span in exchange.versions]
-    return (min(found), max(found)) if found else None
+    versions = [span.version for exchange in exchanges for span in exchange.versions]
+    return (min(versions), max(versions)) if versions else None
 
 
 def _make_patch(before: Path, after: Path) -> bytes:

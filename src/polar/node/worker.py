@@ -185,40 +185,42 @@ class Worker:
     # The server
 
     async def _join(self) -> None:
-        place = self._context
-        joining = JoinRequest(
-            node_id=place.node_id,
-            name=place.name,
-            backends=place.backends,
-            slots=place.slots,
-            store=place.store,
-            replaces=place.replaces,
-            stopped=place.stopped,
+        context = self._context
+        request = JoinRequest(
+            node_id=context.node_id,
+            name=context.name,
+            backends=context.backends,
+            slots=context.slots,
+            store=context.store,
+            replaces=context.replaces,
+            stopped=context.stopped,
         )
-        self._join_response = await self._retry_until_reached(lambda: self._server.join(joining))
+        self._join_response = await self._retry_until_reached(lambda: self._server.join(request))
         self._engine_follower.set_wanted(self._join_response.engines)
 
     async def _retry_until_reached(self, call: Callable[[], Awaitable[T]]) -> T:
         """Until the server answers."""
-        wait = _FIRST_RETRY_SECONDS
+        delay = _FIRST_RETRY_SECONDS
         while True:
             try:
                 return await call()
             except (ServerUnreachable, StoreError) as error:
-                log.log(logging.WARNING if wait == _FIRST_RETRY_SECONDS else logging.DEBUG, "%s", error)
-            await asyncio.sleep(wait)
-            beat = _MAX_RETRY_SECONDS if self._join_response is None else self._join_response.beat
-            wait = min(2 * wait, _MAX_RETRY_SECONDS, beat)  # a server that is back has to hear of us within a term
+                log.log(logging.WARNING if delay == _FIRST_RETRY_SECONDS else logging.DEBUG, "%s", error)
+            await asyncio.sleep(delay)
+            max_delay = _MAX_RETRY_SECONDS if self._join_response is None else self._join_response.beat
+            delay = min(
+                2 * delay, _MAX_RETRY_SECONDS, max_delay
+            )  # a server that is back has to hear of us within a term
 
     async def _call_as_member(self, call: Callable[[], Awaitable[T]]) -> T:
         """The same, as a member: where the server does not know us, we join first."""
         while True:
-            joined = self._join_response
+            response = self._join_response
             try:
                 return await self._retry_until_reached(call)
             except UnknownNode as error:
                 async with self._join_lock:
-                    if self._join_response is joined:  # else another of our calls has done so
+                    if self._join_response is response:  # else another of our calls has done so
                         log.warning("%s", error)
                         await self._join()
 
@@ -229,8 +231,8 @@ class Worker:
         while host is not None and not self._draining.is_set():  # whatever a server that was started since then says
             await asyncio.sleep(self._lease_delay)
             await host.wait_for_room()
-            beginning = sum(session.running is None and session.ended is None for session in self._held.values())
-            room = host.free_slots() - beginning
+            starting = sum(session.running is None and session.ended is None for session in self._held.values())
+            room = host.free_slots() - starting
             if room <= 0:
                 await asyncio.sleep(0.01)  # those that begin are about to take their places
                 continue
@@ -252,64 +254,64 @@ class Worker:
         else:  # it was lost meanwhile, and may have come again
             await self._disown(session.ended)
 
-    async def _disown(self, ended: SessionOutcome) -> None:
+    async def _disown(self, outcome: SessionOutcome) -> None:
         """What it earned, another session earns: nobody is to find both."""
-        if ended.session_id is not None:
+        if outcome.session_id is not None:
             try:
-                await self._context.disown_session(ended.session_id, "superseded")
+                await self._context.disown_session(outcome.session_id, "superseded")
             except StoreError as error:
                 log.error(
-                    "Session %s still has its reward, though another one took its place: %s", ended.session_id, error
+                    "Session %s still has its reward, though another one took its place: %s", outcome.session_id, error
                 )
 
     async def _run_to_outcome(self, session: _LeasedSession) -> SessionOutcome:
         lease, host = session.lease, self._host
         assert host is not None
         assert self._plan_cache is not None
-        ended = SessionOutcome(lease.work_id, lease.fence, None)
+        outcome = SessionOutcome(lease.work_id, lease.fence, None)
         try:
             plan = await self._plan_cache.get(lease)
             if self._ending:  # it was on its way here: others may have it
-                ended.reason = INTERRUPTED
-                return ended
+                outcome.reason = INTERRUPTED
+                return outcome
             try:
                 session.running = await host.submit(plan, lease.sample, lease.work_id)
             except (StoreError, OSError) as error:
                 # Our disk is full, say. Nothing was begun: others may have it, and we take no more for a while.
                 log.warning("A session of task %s could not begin here: %s", lease.task_id, error)
                 self._lease_delay = min(2 * self._lease_delay or _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
-                ended.reason, ended.error = INTERRUPTED, str(error)
-                return ended
+                outcome.reason, outcome.error = INTERRUPTED, str(error)
+                return outcome
         except ConfigError as error:  # others may be able to
             self._lease_delay = min(2 * self._lease_delay or _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
-            ended.reason, ended.error = NOT_RUNNABLE, str(error)
-            return ended
+            outcome.reason, outcome.error = NOT_RUNNABLE, str(error)
+            return outcome
         except Exception as error:
             if not isinstance(error, PolarError):
                 log.exception("A session of task %s could not begin", lease.task_id)
-            ended.reason, ended.error = "node_failed", str(error)
-            return ended
+            outcome.reason, outcome.error = "node_failed", str(error)
+            return outcome
         self._lease_delay = 0.0
         if session.cancelled is not None:  # while it began
             session.running.cancel()
         try:
             # Shielded: who ends this ends not the session, which is being torn down.
-            return _fill_outcome(ended, await asyncio.shield(session.running.finished), session.cancelled)
+            return _fill_outcome(outcome, await asyncio.shield(session.running.finished), session.cancelled)
         except Exception as error:
             log.exception("A session of task %s failed", lease.task_id)
-            ended.reason, ended.error = "node_failed", repr(error)
-            return ended
+            outcome.reason, outcome.error = "node_failed", repr(error)
+            return outcome
 
     async def _send_outcomes(self) -> None:
         while True:
             await self._outbox_filled.wait()
             batch = self._outbox[:_MAX_BATCH]
-            ended = [session.ended for session in batch if session.ended is not None]
-            await self._send_copies(ended)
-            answers = await self._finish(ended)
+            outcomes = [session.ended for session in batch if session.ended is not None]
+            await self._send_copies(outcomes)
+            statuses = await self._finish(outcomes)
             del self._outbox[: len(batch)]
-            for session, answer in zip(batch, answers, strict=True):
-                if answer == "lost":
+            for session, status in zip(batch, statuses, strict=True):
+                if status == "lost":
                     log.warning("Session of task %s came too late: it was leased anew.", session.lease.task_id)
                     if session.ended is not None:
                         await self._disown(session.ended)
@@ -317,39 +319,51 @@ class Worker:
             if not self._outbox:
                 self._outbox_filled.clear()
 
-    async def _finish(self, ended: list[SessionOutcome]) -> list[FinishStatus]:
+    async def _finish(self, outcomes: list[SessionOutcome]) -> list[FinishStatus]:
         """Where one can't be taken as it is, the others are, and its work ends all the same."""
         try:
-            return await self._retry_until_reached(lambda: self._server.finish(self._context.node_id, ended))
+            return await self._retry_until_reached(lambda: self._server.finish(self._context.node_id, outcomes))
         except ConfigError as error:
-            if len(ended) > 1:
-                return [answer for one in ended for answer in await self._finish([one])]
-            (one,) = ended
-            if one.reason == _RESULT_REFUSED:  # it is not what is said, but who says it
+            if len(outcomes) > 1:
+                return [status for outcome in outcomes for status in await self._finish([outcome])]
+            (outcome,) = outcomes
+            if outcome.reason == _RESULT_REFUSED:  # it is not what is said, but who says it
                 raise
             log.error("The end of a session was not taken: %s", error)
-            refused = SessionOutcome(one.work_id, one.fence, one.session_id, reason=_RESULT_REFUSED, error=str(error))
+            refused = SessionOutcome(
+                outcome.work_id, outcome.fence, outcome.session_id, reason=_RESULT_REFUSED, error=str(error)
+            )
             return await self._finish([refused])
 
-    async def _send_copies(self, ended: list[SessionOutcome]) -> None:
+    async def _send_copies(self, outcomes: list[SessionOutcome]) -> None:
         """Where the server can't read our store, it gets what it needs of it."""
         assert self._join_response is not None
         if self._join_response.shares_store:
             return
-        for one in ended:
-            if one.session_id is not None:
+        for outcome in outcomes:
+            if outcome.session_id is not None:
                 try:
-                    data = await self._context.export_session(one.session_id)
+                    data = await self._context.export_session(outcome.session_id)
                 except StoreError as error:  # without its calls it is of no use; another try has some
-                    one.session_id, one.reward, one.reason, one.error = None, None, "store_failed", str(error)
+                    outcome.session_id, outcome.reward, outcome.reason, outcome.error = (
+                        None,
+                        None,
+                        "store_failed",
+                        str(error),
+                    )
                     continue
                 try:
                     await self._call_as_member(lambda data=data: self._server.send_session(self._context.node_id, data))  # type: ignore[misc]
                 except ConfigError as error:  # too large, say: it will not be taken the next time either
-                    one.session_id, one.reward, one.reason, one.error = None, None, "copy_refused", str(error)
+                    outcome.session_id, outcome.reward, outcome.reason, outcome.error = (
+                        None,
+                        None,
+                        "copy_refused",
+                        str(error),
+                    )
 
-    def _release(self, held: LeaseId) -> None:
-        self._held.pop(held, None)
+    def _release(self, lease_id: LeaseId) -> None:
+        self._held.pop(lease_id, None)
         if not self._held:
             self._idle.set()
 
@@ -359,18 +373,18 @@ class Worker:
         while True:
             self._beat_now.clear()
             beat = asyncio.ensure_future(self._call_as_member(self._send_heartbeat))
-            tell = asyncio.ensure_future(self._beat_now.wait())
+            change = asyncio.ensure_future(self._beat_now.wait())
             try:
-                await asyncio.wait({beat, tell}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({beat, change}, return_when=asyncio.FIRST_COMPLETED)
                 if beat.done():
                     self._apply_orders(beat.result())
             finally:
-                for task in (beat, tell):
+                for task in (beat, change):
                     task.cancel()
-                await asyncio.gather(beat, tell, return_exceptions=True)
+                await asyncio.gather(beat, change, return_exceptions=True)
 
     async def _send_heartbeat(self) -> HeartbeatResponse:
-        holding = [held for held, session in self._held.items() if session.ended is None]
+        holding = [lease_id for lease_id, session in self._held.items() if session.ended is None]
         beat = Heartbeat(
             holding,
             self._context.load(),
@@ -384,12 +398,12 @@ class Worker:
         return await self._server.heartbeat(self._context.node_id, beat)
 
     def _apply_orders(self, orders: HeartbeatResponse) -> None:
-        for held in orders.lost:
-            session = self._held.get(held)
+        for lease_id in orders.lost:
+            session = self._held.get(lease_id)
             if session is not None and session.ended is None:
                 log.warning("A session of task %s was lost to another node.", session.lease.task_id)
                 session.cancel("lease_lost")
-                self._release(held)
+                self._release(lease_id)
         for cancel in orders.cancel:
             if cancel.held in self._held:
                 self._held[cancel.held].cancel(cancel.reason)
@@ -445,21 +459,25 @@ class Worker:
             log.warning("The server was not told that this node ends (%r): it will notice.", error)
 
 
-def _fill_outcome(ended: SessionOutcome, finished: FinishedSession, cancelled: str | None) -> SessionOutcome:
+def _drop_result(outcome: SessionOutcome, reason: str, error: Exception) -> None:
+    outcome.session_id, outcome.reward, outcome.reason, outcome.error = None, None, reason, str(error)
+
+
+def _fill_outcome(outcome: SessionOutcome, finished: FinishedSession, cancelled: str | None) -> SessionOutcome:
     verdict = finished.verdict
-    ended.session_id = finished.session_id
-    ended.reward = verdict.reward
-    ended.reason = cancelled if verdict.reason == "cancelled" and cancelled is not None else verdict.reason
-    ended.error = finished.error
-    ended.outcome = None if finished.outcome is None else msgspec.to_builtins(finished.outcome)
-    ended.detail = verdict.detail
-    ended.evidence = verdict.evidence
-    ended.seconds = finished.seconds
-    ended.turns = finished.turns
-    ended.tokens = finished.tokens
+    outcome.session_id = finished.session_id
+    outcome.reward = verdict.reward
+    outcome.reason = cancelled if verdict.reason == "cancelled" and cancelled is not None else verdict.reason
+    outcome.error = finished.error
+    outcome.outcome = None if finished.outcome is None else msgspec.to_builtins(finished.outcome)
+    outcome.detail = verdict.detail
+    outcome.evidence = verdict.evidence
+    outcome.seconds = finished.seconds
+    outcome.turns = finished.turns
+    outcome.tokens = finished.tokens
     if finished.versions is not None:
-        ended.oldest_version, ended.newest_version = finished.versions
-    return ended
+        outcome.oldest_version, outcome.newest_version = finished.versions
+    return outcome
 
 
 class EngineFollower:

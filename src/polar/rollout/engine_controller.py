@@ -44,12 +44,12 @@ class EngineController:
         if version is not None:
             await self._store.set_policy_versions({url: version})
             self._run_registry.versions[url] = version
-        had = url in self._run_registry.engines.pools.get(run, DesiredPool()).replica_urls
+        was_present = url in self._run_registry.engines.pools.get(run, DesiredPool()).replica_urls
         self._run_registry.add_replica(run, url)
         try:
             await self._apply_everywhere(run, "engines.changed", seconds)
         except EngineError:  # it has another model than the run, say
-            if not had and self._run_registry.remove_replica(run, url):
+            if not was_present and self._run_registry.remove_replica(run, url):
                 with contextlib.suppress(EngineError, NotAppliedYet):
                     await self._apply_everywhere(run, "engines.changed", seconds)
             raise
@@ -73,12 +73,12 @@ class EngineController:
 
     async def set_version(self, run: str, version: int, url: str | None, seconds: float) -> bool:
         """The weights have changed. False where there is no such replica."""
-        chosen = [
+        urls = [
             known for known in self._run_registry.replica_urls(run) if url is None or known == normalize_engine_url(url)
         ]
-        if not chosen:
+        if not urls:
             return False
-        versions = dict.fromkeys(chosen, version)
+        versions = dict.fromkeys(urls, version)
         await self._store.set_policy_versions(versions)
         self._run_registry.versions.update(versions)
         self._lease_manager.cancel_stale(run)
@@ -102,15 +102,15 @@ class EngineController:
 
     async def _apply_pause_modes(self, run: str, modes: list[PauseState | None], seconds: float) -> None:
         """Each in force before the next one begins. Whoever pauses or resumes meanwhile has the last word."""
-        turn = self._pause_requests[run] = self._pause_requests[run] + 1
+        request = self._pause_requests[run] = self._pause_requests[run] + 1
         deadline = asyncio.get_running_loop().time() + seconds
         for mode in modes:
-            if self._pause_requests[run] != turn:
+            if self._pause_requests[run] != request:
                 raise NotAppliedYet("Somebody else has paused or resumed generation meanwhile.")
             self._run_registry.pause(run, mode)
-            left = max(0.0, deadline - asyncio.get_running_loop().time())
+            remaining = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
-                await self._apply_everywhere(run, "policy.changed", left)
+                await self._apply_everywhere(run, "policy.changed", remaining)
             except NotAppliedYet as error:
                 if mode == modes[-1]:
                     raise
@@ -132,6 +132,8 @@ class EngineController:
         if late:
             names = ", ".join(member.name for member in late)
             raise NotAppliedYet(f"Not in force yet at {names}: it will be, as soon as they answer.")
-        problems = [problem for one in self._lease_manager.members.values() for problem in one.problems.get(run, [])]
+        problems = [
+            problem for member in self._lease_manager.members.values() for problem in member.problems.get(run, [])
+        ]
         if problems:
             raise EngineError(problems[0])

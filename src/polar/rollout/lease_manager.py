@@ -119,14 +119,14 @@ class NodeMember:
         if tracked.cancelled is not None:
             self.cancel(tracked.lease_id, tracked.cancelled)
 
-    def cancel(self, held: LeaseId, reason: str) -> None:
-        if held in self.leases and held not in self.cancelled:
-            self.cancelled[held] = reason
+    def cancel(self, lease_id: LeaseId, reason: str) -> None:
+        if lease_id in self.leases and lease_id not in self.cancelled:
+            self.cancelled[lease_id] = reason
             self._wake.set()
 
-    def drop_lease(self, held: LeaseId) -> None:
-        self.cancelled.pop(held, None)
-        self.leases.pop(held, None)
+    def drop_lease(self, lease_id: LeaseId) -> None:
+        self.cancelled.pop(lease_id, None)
+        self.leases.pop(lease_id, None)
 
     def wake(self) -> None:
         """There is something that it should hear of soon."""
@@ -135,7 +135,7 @@ class NodeMember:
     async def next_orders(self, heartbeat: Heartbeat, generation: int, seconds: float) -> HeartbeatResponse:
         """At once where there is something new; else when the time for the next beat has come."""
         self.load = heartbeat.load
-        lost = [held for held in heartbeat.holding if held not in self.leases]
+        lost = [lease_id for lease_id in heartbeat.holding if lease_id not in self.leases]
         if not lost and not self._wake.is_set() and heartbeat.seen == generation:
             try:
                 async with asyncio.timeout(seconds):
@@ -145,7 +145,7 @@ class NodeMember:
         self._wake.clear()
         return HeartbeatResponse(
             lost=lost,
-            cancel=[CancelOrder(held, reason) for held, reason in self.cancelled.items()],
+            cancel=[CancelOrder(lease_id, reason) for lease_id, reason in self.cancelled.items()],
             drain=self.draining,
         )
 
@@ -198,15 +198,15 @@ class LeaseManager:
             self._schedule_retry(work_id, self._settings.beat_seconds)
 
     async def join(self, request: JoinRequest) -> JoinResponse:
-        for dead in request.replaces:
-            if dead in self.members:
-                self.members[dead].ending |= dead in request.stopped
-                await self.remove_member(self.members[dead], died=True)
+        for node_id in request.replaces:
+            if node_id in self.members:
+                self.members[node_id].ending |= node_id in request.stopped
+                await self.remove_member(self.members[node_id], died=True)
         member = self.members.get(request.node_id)
         if member is not None and member.lost:
             await self.remove_member(member, died=True)  # to its end: it is not to be taken from the one that joins now
-        if (marked := self._suspects_by_node.pop(request.node_id, None)) is not None:  # it was only silent
-            await self._queue.retract_kills(marked)
+        if (suspect_work := self._suspects_by_node.pop(request.node_id, None)) is not None:  # it was only silent
+            await self._queue.retract_kills(suspect_work)
         if self.members.get(request.node_id) is None:
             member = NodeMember(request.node_id)
             for tracked in await self._queue.node_leases(request.node_id):  # what the database says it has, it has
@@ -242,20 +242,20 @@ class LeaseManager:
                 await self._recount_if_uncertain()
                 if member.lost:  # while this waited: it must not get again what was just taken from it
                     raise UnknownNode(f"Node {node_id} is counted among the lost: join again.")
-                given = await self._lease_work(member, holding, room)
-            if len(given) >= room:
+                leases = await self._lease_work(member, holding, room)
+            if len(leases) >= room:
                 self._ledger.notify_work()  # there may be more, for others
-            left = deadline - loop.time()
-            if given or left <= 0:
-                return given
-            await self._ledger.wait_for_work(member.backends, left)
+            remaining = deadline - loop.time()
+            if leases or remaining <= 0:
+                return leases
+            await self._ledger.wait_for_work(member.backends, remaining)
 
     async def _lease_work(self, member: NodeMember, holding: list[LeaseId], room: int) -> list[Lease]:
         allowances = [] if member.draining or room <= 0 else self._allowances(member)
         if not allowances and member.leases.keys() <= set(holding):
             return []
-        unfit = self._unrunnable_tasks(member)
-        pairs = await self._queue.lease(member.node_id, holding, allowances, room, member.slots, unfit)
+        unrunnable = self._unrunnable_tasks(member)
+        pairs = await self._queue.lease(member.node_id, holding, allowances, room, member.slots, unrunnable)
         for lease, tracked in pairs:
             if tracked.lease_id not in member.leases:  # else it comes again
                 member.add_lease(tracked)
@@ -266,29 +266,35 @@ class LeaseManager:
         busy: defaultdict[str, int] = defaultdict(int)
         for lane, counts in self._ledger.lanes.items():
             busy[lane.run] += counts.leased
-        found = []
+        allowances = []
         for lane, counts in self._ledger.lanes.items():
             if counts.queued > 0 and lane.name in member.backends:
-                most = self._session_budget(lane.run, busy[lane.run])
-                if most > 0:
+                max_sessions = self._session_budget(lane.run, busy[lane.run])
+                if max_sessions > 0:
                     version = self._run_registry.newest_version(lane.run)
                     isolates = self._is_isolation_node(member, lane)
-                    found.append(LeaseAllowance(lane, most, busy[lane.run], version, isolates))
-        return found
+                    allowances.append(LeaseAllowance(lane, max_sessions, busy[lane.run], version, isolates))
+        return allowances
 
     def _is_isolation_node(self, member: NodeMember, lane: Lane) -> bool:
-        """One node is kept free for work that is to run alone, so that it gets its turn while all are busy."""
-        able = (one.node_id for one in self.members.values() if lane.name in one.backends and not one.draining)
-        return member.node_id == min(able, default=None)
+        """Whether the node is kept free for work that must run alone, so that such work does not starve."""
+        eligible = (
+            candidate.node_id
+            for candidate in self.members.values()
+            if lane.name in candidate.backends and not candidate.draining
+        )
+        return member.node_id == min(eligible, default=None)
 
     def _unrunnable_tasks(self, member: NodeMember) -> frozenset[tuple[str, str]]:
-        """Tasks that a node can't run, and that others may be able to."""
-        able = [one for one in self.members.values() if one.registration is not None and not one.draining]
+        """Tasks that a node can't run, but another active node may."""
+        active_members = [
+            other for other in self.members.values() if other.registration is not None and not other.draining
+        ]
         return frozenset(
             task
             for task, (lane, refused) in self._unrunnable.items()
             if member.node_id in refused
-            and any(one.node_id not in refused and lane.name in one.backends for one in able)
+            and any(other.node_id not in refused and lane.name in other.backends for other in active_members)
         )
 
     def _session_budget(self, run: str, busy: int) -> int:
@@ -301,29 +307,29 @@ class LeaseManager:
             limits.append(quotas.max_ahead - busy - self._ledger.untaken[run])
         return min(limits)
 
-    async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
+    async def finish(self, node_id: str, outcomes: list[SessionOutcome]) -> list[FinishStatus]:
         """Accepts results from any node; only the current fencing token counts."""
         member = self.members.get(node_id)
         if member is not None:
             member.mark_alive()
-        for one in ended:
-            one.node_id = node_id
-            tracked = None if member is None else member.leases.get(one.lease_id)
+        for outcome in outcomes:
+            outcome.node_id = node_id
+            tracked = None if member is None else member.leases.get(outcome.lease_id)
             if tracked is not None:
                 form = result_form(tracked.request)
-                one.builder, one.mask_traces = form.builder, form.mask_traces
-                self._record_staleness(one, tracked)
-                if one.stale and one.reason == "stale" and one.session_id is not None:
+                outcome.builder, outcome.mask_traces = form.builder, form.mask_traces
+                self._record_staleness(outcome, tracked)
+                if outcome.stale and outcome.reason == "stale" and outcome.session_id is not None:
                     # Before its end is written: where the store fails, the node tells it again, and so is this.
-                    await self._store.revoke_session_reward(one.session_id, "stale")
-        outcomes = await self._queue.finish(ended, self._settings.attempts)
-        for one, outcome in zip(ended, outcomes, strict=True):
+                    await self._store.revoke_session_reward(outcome.session_id, "stale")
+        results = await self._queue.finish(outcomes, self._settings.attempts)
+        for outcome, result in zip(outcomes, results, strict=True):
             if member is not None:
-                member.drop_lease(one.lease_id)
-            if outcome.change is not None:
-                self._record_change(outcome.change)
+                member.drop_lease(outcome.lease_id)
+            if result.change is not None:
+                self._record_change(result.change)
         self._ledger.notify_work()
-        return [outcome.status for outcome in outcomes]
+        return [result.status for result in results]
 
     def _record_change(self, change: WorkChange) -> None:
         self._ledger.record_change(change)
@@ -390,7 +396,7 @@ class LeaseManager:
 
     def cancel(self, run: str, task_id: str, reason: str) -> int:
         """Of a task, what runs: its nodes are told to end it. How many there are."""
-        return self._cancel(lambda one: (one.lane.run, one.task_id) == (run, task_id), reason)
+        return self._cancel(lambda tracked: (tracked.lane.run, tracked.task_id) == (run, task_id), reason)
 
     def cancel_stale(self, run: str) -> None:
         newest = self._run_registry.newest_version(run)
@@ -403,11 +409,11 @@ class LeaseManager:
 
         self._cancel(is_stale, "stale")
 
-    def _cancel(self, wanted: Callable[[TrackedLease], bool], reason: str) -> int:
+    def _cancel(self, is_selected: Callable[[TrackedLease], bool], reason: str) -> int:
         count = 0
         for member in self.members.values():
             for tracked in member.leases.values():
-                if wanted(tracked):
+                if is_selected(tracked):
                     member.cancel(tracked.lease_id, reason)
                     count += 1
         return count
@@ -440,9 +446,9 @@ class LeaseManager:
     def _lagging_members(self, generation: int) -> list[NodeMember]:
         """Also those of which only the database knows yet: their sessions may well be running."""
         return [
-            one
-            for one in self.members.values()
-            if one.applied_generation < generation and (one.registration or one.leases)
+            member
+            for member in self.members.values()
+            if member.applied_generation < generation and (member.registration or member.leases)
         ]
 
     async def _notify(self) -> None:
@@ -476,7 +482,7 @@ class LeaseManager:
         if counts_as_kill and changes:
             self._tracks_lifetimes = True
             self._suspects_by_node[member.node_id] = [
-                one.outcome.work_id for one in changes if one.new_state == "queued"
+                change.outcome.work_id for change in changes if change.new_state == "queued"
             ]
             while len(self._suspects_by_node) > _MAX_REMEMBERED_NODES:
                 del self._suspects_by_node[next(iter(self._suspects_by_node))]

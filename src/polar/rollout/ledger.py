@@ -64,9 +64,11 @@ class Ledger:
         return self.lanes.setdefault(lane, Counts())
 
     def run_counts(self, run: str) -> Counts:
-        found = [counts for lane, counts in self.lanes.items() if lane.run == run]
+        lanes = [counts for lane, counts in self.lanes.items() if lane.run == run]
         return Counts(
-            sum(one.queued for one in found), sum(one.leased for one in found), sum(one.waiting for one in found)
+            sum(counts.queued for counts in lanes),
+            sum(counts.leased for counts in lanes),
+            sum(counts.waiting for counts in lanes),
         )
 
     def record_submitted(self, lane: Lane, task_id: str, samples: int) -> None:
@@ -92,31 +94,31 @@ class Ledger:
         self._events.publish("session.leased", run=lane.run, task_id=task_id, sample=sample, node_id=node_id)
 
     def record_change(self, change: WorkChange) -> None:
-        run, ended, counts = change.lane.run, change.outcome, self.counts(change.lane)
+        run, outcome, counts = change.lane.run, change.outcome, self.counts(change.lane)
         setattr(counts, change.old_state, getattr(counts, change.old_state) - 1)
         fields: dict[str, Any] = {
             "run": run,
             "task_id": change.task_id,
             "sample": change.sample,
-            "reason": ended.reason,
+            "reason": outcome.reason,
         }
         if change.new_state == "done":
-            usable = ended.reason is None
+            usable = outcome.reason is None
             self.totals[run].ended += 1
             self.totals[run].usable += usable
             self.untaken[run] += usable
-            fields |= {"session_id": ended.session_id, "reward": ended.reward, "cursor": change.cursor}
+            fields |= {"session_id": outcome.session_id, "reward": outcome.reward, "cursor": change.cursor}
             fields |= {
-                "suspicious": is_suspicious(ended.evidence),
-                "evidence": sum(one.count for one in ended.evidence),
+                "suspicious": is_suspicious(outcome.evidence),
+                "evidence": sum(item.count for item in outcome.evidence),
             }
             self._events.publish("session.ended", **fields)
             self._wake_readers(run, "session", change.cursor)
-            self.metrics.count_ended(run, ended.reward, ended.reason, ended.seconds, ended.lag)
-            self.metrics.count_evidence(run, ended.evidence)
+            self.metrics.count_ended(run, outcome.reward, outcome.reason, outcome.seconds, outcome.lag)
+            self.metrics.count_evidence(run, outcome.evidence)
         else:
             if change.new_state == "waiting":
-                self.metrics.count_retried(ended.reason or "")
+                self.metrics.count_retried(outcome.reason or "")
             setattr(counts, change.new_state, getattr(counts, change.new_state) + 1)
             self._events.publish("session.retried", **fields)
         if change.ended_task is not None:
@@ -149,29 +151,29 @@ class Ledger:
         if self._last_cursor[run, unit] > after:
             await asyncio.sleep(0.02)  # whoever looks and finds nothing all the same is not to look without end
             return
-        waiting = asyncio.get_running_loop().create_future()
-        self._readers[run].add(waiting)
+        waiter = asyncio.get_running_loop().create_future()
+        self._readers[run].add(waiter)
         try:
-            await _wait_at_most(seconds, waiting)
+            await _wait_at_most(seconds, waiter)
         finally:
-            self._readers[run].discard(waiting)
+            self._readers[run].discard(waiter)
 
     def close(self) -> None:
         self.closed = True
-        for waiting in [*self._idle_nodes, *(reader for readers in self._readers.values() for reader in readers)]:
-            if not waiting.done():
-                waiting.set_result(None)
+        for waiter in [*self._idle_nodes, *(reader for readers in self._readers.values() for reader in readers)]:
+            if not waiter.done():
+                waiter.set_result(None)
 
     # Those who wait for work
 
     async def wait_for_work(self, lanes: frozenset[str], seconds: float) -> None:
         """Until there may be work in one of these lanes, or so many seconds."""
-        waiting = asyncio.get_running_loop().create_future()
-        self._idle_nodes[waiting] = lanes
+        waiter = asyncio.get_running_loop().create_future()
+        self._idle_nodes[waiter] = lanes
         try:
-            await _wait_at_most(seconds, waiting)
+            await _wait_at_most(seconds, waiter)
         finally:
-            self._idle_nodes.pop(waiting, None)
+            self._idle_nodes.pop(waiter, None)
 
     def notify_work(self) -> None:
         """Wakes as many nodes as there is work for, those first who have waited longest. Whoever then gets all that it
@@ -179,13 +181,13 @@ class Ledger:
         queued: defaultdict[str, int] = defaultdict(int)
         for lane, counts in self.lanes.items():
             queued[lane.name] += counts.queued
-        for waiting, lanes in list(self._idle_nodes.items()):
+        for waiter, lanes in list(self._idle_nodes.items()):
             name = next((name for name in lanes if queued[name] > 0), None)
-            if name is not None and not waiting.done():
+            if name is not None and not waiter.done():
                 queued[name] -= 1
-                waiting.set_result(None)
+                waiter.set_result(None)
 
 
-async def _wait_at_most(seconds: float, waiting: "asyncio.Future[None]") -> None:
-    await asyncio.wait([waiting], timeout=max(0.0, seconds))
-    waiting.cancel()
+async def _wait_at_most(seconds: float, waiter: "asyncio.Future[None]") -> None:
+    await asyncio.wait([waiter], timeout=max(0.0, seconds))
+    waiter.cancel()

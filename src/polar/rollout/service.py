@@ -145,29 +145,29 @@ class RolloutService:
         """Each by itself. Told twice, a task is there once; what it means is decided here."""
         tasks = [task.with_semantics(self._semantics(task.run)) for task in tasks]
         answers: dict[int, SubmittedTask | RefusedTask] = {}
-        wanted: dict[int, NewTask] = {}
+        new_tasks: dict[int, NewTask] = {}
         admitted_samples: defaultdict[str, int] = defaultdict(int)
         refusals = [await self._check_runnable(task) for task in tasks]
         async with self._admission_lock:
             for number, task in enumerate(tasks):
-                refused = refusals[number] or await self._check_queue_quota(task, admitted_samples[task.run])
-                if refused is not None:
-                    answers[number] = refused
+                refusal = refusals[number] or await self._check_queue_quota(task, admitted_samples[task.run])
+                if refusal is not None:
+                    answers[number] = refusal
                 else:
                     admitted_samples[task.run] += task.num_samples
-                    wanted[number] = _to_new_task(task)
-            admitted = await self._queue.submit(list(wanted.values())) if wanted else []
-            for (number, new), one in zip(wanted.items(), admitted, strict=True):
-                if one.row.digest != new.digest:
+                    new_tasks[number] = _to_new_task(task)
+            admitted = await self._queue.submit(list(new_tasks.values())) if new_tasks else []
+            for (number, new), admitted_task in zip(new_tasks.items(), admitted, strict=True):
+                if admitted_task.row.digest != new.digest:
                     error = f"Task {new.task_id} is there already, with other content: give it another task_id."
                     answers[number] = RefusedTask(new.task_id, 409, error)
                     continue
-                answers[number] = SubmittedTask(new.task_id, task_status(one.row))
-                if one.replaced is not None:
-                    self.ledger.forget_ended_task(one.replaced)
-                if one.is_new:
+                answers[number] = SubmittedTask(new.task_id, task_status(admitted_task.row))
+                if admitted_task.replaced is not None:
+                    self.ledger.forget_ended_task(admitted_task.replaced)
+                if admitted_task.is_new:
                     self.ledger.record_submitted(Lane(new.run, new.lane), new.task_id, new.samples)
-                elif one.has_new_callback:
+                elif admitted_task.has_new_callback:
                     self.ledger.announce_redirect(new.run, new.task_id)
         self.ledger.notify_work()
         return [answers[number] for number in range(len(tasks))]
@@ -185,16 +185,18 @@ class RolloutService:
 
     async def _check_queue_quota(self, task: TaskRequest, admitted_samples: int) -> RefusedTask | None:
         await self._recount_if_uncertain()
-        most = self._run_registry.quotas(task.run).max_queued
-        queued = self.ledger.run_counts(task.run).queued + admitted_samples if most is not None else 0
-        if most is not None and task.num_samples > most:
-            error = f"It has {task.num_samples} samples, more than the run may have queued ({most}): raise its quota."
+        max_queued = self._run_registry.quotas(task.run).max_queued
+        queued = self.ledger.run_counts(task.run).queued + admitted_samples if max_queued is not None else 0
+        if max_queued is not None and task.num_samples > max_queued:
+            error = (
+                f"It has {task.num_samples} samples, more than the run may have queued ({max_queued}): raise its quota."
+            )
             return RefusedTask(task.task_id, 422, error)
-        if most is not None and queued + task.num_samples > most:
+        if max_queued is not None and queued + task.num_samples > max_queued:
             known = await self._queue.task(task.run, task.task_id)
             if known is not None and (known.state == "running" or task.semantics.resubmit_ended == "keep"):
                 return None  # it is in already
-            error = f"Run {task.run} has {queued} sessions queued, and may have {most}: try again later."
+            error = f"Run {task.run} has {queued} sessions queued, and may have {max_queued}: try again later."
             return RefusedTask(task.task_id, 429, error, retry_after=self._settings.beat_seconds)
         return None
 
@@ -233,10 +235,10 @@ class RolloutService:
     async def update_consumer(self, run: str, consumer: str, cursor: int | None, unit: ResultUnit) -> int:
         """Remembers up to where a consumer has taken everything; without a cursor, tells it."""
         known = self._consumers.get((run, consumer), ConsumerPosition(0, unit))
-        if cursor is None or (taken := ConsumerPosition(cursor, unit)) == known:
+        if cursor is None or (position := ConsumerPosition(cursor, unit)) == known:
             return known.cursor
-        await self._queue.save_consumer(run, consumer, taken)
-        self._consumers[run, consumer] = taken
+        await self._queue.save_consumer(run, consumer, position)
+        self._consumers[run, consumer] = position
         await self._count_untaken(run)
         self.ledger.notify_work()
         return cursor
@@ -271,10 +273,10 @@ class RolloutService:
 
     def status(self) -> dict[str, dict[str, int]]:
         """By run: sessions in each state."""
-        found = {}
+        status = {}
         for run in sorted({DEFAULT_RUN, *self.ledger.totals, *(lane.run for lane in self.ledger.lanes)}):
             counts, totals = self.ledger.run_counts(run), self.ledger.totals[run]
-            found[run] = {
+            status[run] = {
                 "tasks": totals.tasks,
                 "queued": counts.queued,
                 "leased": counts.leased,
@@ -283,13 +285,13 @@ class RolloutService:
                 "usable": totals.usable,
             }
             if self._run_registry.quotas(run).max_ahead is not None:
-                found[run]["untaken"] = self.ledger.untaken[run]
-        return found
+                status[run]["untaken"] = self.ledger.untaken[run]
+        return status
 
     def nodes(self) -> list[NodeView]:
         """Those that run sessions."""
         return [
-            shown for one in self.lease_manager.members.values() if (shown := one.view()) is not None and shown.slots
+            view for member in self.lease_manager.members.values() if (view := member.view()) is not None and view.slots
         ]
 
     # Looking after it
@@ -300,7 +302,7 @@ class RolloutService:
 
     async def _recount(self) -> None:
         """From time to time; and all that is in memory, where the queue is in doubt."""
-        doubts = self._database.uncertain_commits
+        uncertain_commits = self._database.uncertain_commits
         if self._database.is_uncertain:
             self.ledger.totals.update(await self._queue.totals())
             await self.lease_manager.restore()
@@ -309,33 +311,33 @@ class RolloutService:
         self.ledger.lanes = await self._queue.counts()
         for run in list(self._run_registry.runs):
             await self._count_untaken(run)
-        self._database.reconcile(doubts)
+        self._database.reconcile(uncertain_commits)
 
     async def _count_untaken(self, run: str) -> None:
         """Only where a quota asks for it: it takes a look at the database."""
         if self._run_registry.quotas(run).max_ahead is not None:
-            consumers = [taken for (of, _), taken in self._consumers.items() if of == run] or [
-                ConsumerPosition(0, "session")
-            ]
-            counts = [await self._queue.usable_after(run, taken.cursor, taken.unit) for taken in consumers]
+            consumers = [
+                position for (consumer_run, _), position in self._consumers.items() if consumer_run == run
+            ] or [ConsumerPosition(0, "session")]
+            counts = [await self._queue.usable_after(run, position.cursor, position.unit) for position in consumers]
             self.ledger.untaken[run] = min(counts)  # what one has taken is trained on, though others still look
 
     async def _maintain(self) -> None:
         loop = asyncio.get_running_loop()
         term = self._settings.lease_seconds
-        looked = counted = loop.time()
+        checked_at = counted_at = loop.time()
         while True:
             await asyncio.sleep(term / _CHECKS_PER_TERM)
             now = loop.time()
-            if now - looked > term / 2:
+            if now - checked_at > term / 2:
                 self.lease_manager.renew_terms()
-            looked = now
+            checked_at = now
             try:
                 await self._database.check_epoch()
                 await self.lease_manager.expire_silent_members(now)
                 await self.lease_manager.record_lifetimes()
-                if now - counted > _RECOUNT_SECONDS or self._database.is_uncertain:
-                    counted = now
+                if now - counted_at > _RECOUNT_SECONDS or self._database.is_uncertain:
+                    counted_at = now
                     await self._recount()
             except Superseded as error:
                 log.error("%s", error)
@@ -345,11 +347,11 @@ class RolloutService:
                 log.error("The queue can't be looked after: %s", error)
 
     def _schedule(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-        async def wait() -> None:
+        async def run_later() -> None:
             await asyncio.sleep(seconds)
             await work()
 
-        task = asyncio.get_running_loop().create_task(wait())
+        task = asyncio.get_running_loop().create_task(run_later())
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
 
@@ -409,9 +411,9 @@ class Retention:
 
     async def _delete_expired(self, served: float) -> None:
         self._marks.append(RetentionMark(served, await self._queue.last_cursor()))
-        old = [mark for mark in self._marks if mark.served_seconds <= served - self._seconds]
-        if old:
-            while await self._queue.delete_ended_tasks(old[-1].cursor, _MAX_DELETED_TASKS):
+        expired = [mark for mark in self._marks if mark.served_seconds <= served - self._seconds]
+        if expired:
+            while await self._queue.delete_ended_tasks(expired[-1].cursor, _MAX_DELETED_TASKS):
                 pass
-            self._marks = [mark for mark in self._marks if mark.served_seconds >= old[-1].served_seconds]
+            self._marks = [mark for mark in self._marks if mark.served_seconds >= expired[-1].served_seconds]
         await self._queue.save_fact(_RETENTION_FACT, msgspec.json.encode(self._marks).decode())
