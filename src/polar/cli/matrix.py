@@ -84,10 +84,10 @@ class _MatrixProgress:
             async with poll_load(self._progress, load, self._tally):
                 yield
 
-    def session_ended(self, finished: FinishedSession) -> None:
+    def on_session_ended(self, finished: FinishedSession) -> None:
         self._tally.add(finished)
         if self._progress is not None:
-            self._progress.session_ended(finished, self._tally)
+            self._progress.on_session_ended(finished, self._tally)
 
     def print_message(self, sentence: str) -> None:
         self._console.print(sentence, highlight=False, markup=False, soft_wrap=True)

@@ -150,16 +150,16 @@ class _RunCommand:
                     f"{_ARE_OR_IS[wanted.num_resumed == 1]} there already."
                 )
             async with (
-                poll_load(shown, rollout.load, self._tally),
+                poll_load(shown, rollout.get_load, self._tally),
                 _unwrap_error_group(),
                 asyncio.TaskGroup() as telling,
             ):
                 async for finished in rollout.run(wanted):
                     self._tally.add(finished)
                     if self._options.accept is not None:  # who knows how many tries it takes?
-                        shown.total = self._total = self._tally.sessions + wanted.num_left + rollout.running
+                        shown.total = self._total = self._tally.sessions + wanted.num_left + rollout.num_running
                     self._tally_by_task[finished.task_id].add(finished)
-                    shown.session_ended(finished, self._tally)
+                    shown.on_session_ended(finished, self._tally)
                     if self._as_json:  # beside the run: who reads on here is who starts the next session
                         telling.create_task(self._print_result(rollout, plans[finished.task_id], finished))
             interrupts.cancels_task = False  # what is left now is to be closed in order
@@ -168,7 +168,7 @@ class _RunCommand:
         wish = self._options
         wanted = Collection(
             plans,
-            rollout.used,
+            rollout.get_usage,
             min_reward=wish.accept,
             max_attempts=wish.attempts,
             budget=wish.budget,

@@ -29,7 +29,7 @@ class RunProgress(Protocol):
     interval_seconds: float  # seconds between two looks
     total: int  # sessions that there will be, as far as is known
 
-    def session_ended(self, finished: FinishedSession, tally: RunTally) -> None: ...
+    def on_session_ended(self, finished: FinishedSession, tally: RunTally) -> None: ...
 
     def update(self, load: NodeLoad, tally: RunTally) -> None: ...
 
@@ -94,7 +94,7 @@ class LineProgress:
         self._silent = silent
         self._rate = TokenRate()
 
-    def session_ended(self, finished: FinishedSession, tally: RunTally) -> None:
+    def on_session_ended(self, finished: FinishedSession, tally: RunTally) -> None:
         self._print(f"{tally.sessions}/{self.total}  {describe_session(finished)} ({finished.session_id})")
 
     def update(self, load: NodeLoad, tally: RunTally) -> None:
@@ -137,7 +137,7 @@ class LiveProgress:
         self.stop()
         logging.getLogger().handlers = self._handlers
 
-    def session_ended(self, finished: FinishedSession, tally: RunTally) -> None:  # noqa: ARG002
+    def on_session_ended(self, finished: FinishedSession, tally: RunTally) -> None:  # noqa: ARG002
         self._recent.append(finished)
 
     def update(self, load: NodeLoad, tally: RunTally) -> None:

@@ -108,7 +108,7 @@ class MatrixWatcher(Protocol):
         """Holds while so many sessions of a model run."""
         ...
 
-    def session_ended(self, finished: FinishedSession) -> None: ...
+    def on_session_ended(self, finished: FinishedSession) -> None: ...
 
 
 class _MatrixTask(Struct, frozen=True):
@@ -142,11 +142,11 @@ class MatrixRun:
     async def _run_model(self, model: str, watcher: MatrixWatcher) -> None:
         async with LocalRollout(self._settings.model_settings(model), self._settings.data_folder(model)) as rollout:
             plans = await rollout.plan(wanted.task_request for wanted in self._tasks)
-            sessions = Collection(plans, rollout.used, max_attempts=self._settings.attempts)
+            sessions = Collection(plans, rollout.get_usage, max_attempts=self._settings.attempts)
             await sessions.resume(rollout.plane.store)
-            async with watcher.show_model(model, sessions.num_left, rollout.load):
+            async with watcher.show_model(model, sessions.num_left, rollout.get_load):
                 async for finished in rollout.run(sessions):
-                    watcher.session_ended(finished)
+                    watcher.on_session_ended(finished)
 
     async def load_matrix(self) -> Matrix:
         """What there is so far."""

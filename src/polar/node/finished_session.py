@@ -105,7 +105,7 @@ class SessionFolder:
         part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
         os.replace(part, self.path / name)
 
-    def log_tail(self, characters: int = 600) -> str:
+    def read_log_tail(self, characters: int = 600) -> str:
         """The end of what the harness printed."""
         try:
             with self.agent_log.open("rb") as file:

@@ -144,7 +144,7 @@ class GradingWork:
         self.logs = logs
         self.exchanges = exchanges
         self.judges = judges
-        self.answer = last_answer(calls)
+        self.answer = find_last_answer(calls)
         self.evidence = evidence
         self.fresh_runtimes: list[Runtime] = []
         self.expects_runtime = expects_runtime  # a fresh one stands ready for this session, unless it has been taken
@@ -177,7 +177,7 @@ def find_main_calls(session: Session, exchanges: list[Exchange]) -> list[Exchang
     return [exchange for exchange in exchanges if labels[exchange.exchange_id].role == "main"] or exchanges
 
 
-def last_answer(calls: list[Exchange]) -> str:
+def find_last_answer(calls: list[Exchange]) -> str:
     """The last text that the agent said."""
     for exchange in reversed(calls):
         if exchange.reply is not None:

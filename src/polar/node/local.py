@@ -156,15 +156,15 @@ class LocalRollout:
         self._finished.put_nowait(None)
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         return len(self._running)
 
-    def used(self) -> UsageTotals:
+    def get_usage(self) -> UsageTotals:
         """What all sessions used so far."""
-        return self.node.used()
+        return self.node.get_usage()
 
-    def load(self) -> NodeLoad:
-        return self.node.load()
+    def get_load(self) -> NodeLoad:
+        return self.node.get_load()
 
     async def build_result(self, plan: TaskPlan, finished: FinishedSession) -> dict[str, Any]:
         """The session as trainers read it (records.result.SessionResult); held back where it fails the check."""

@@ -23,7 +23,7 @@ from polar.node.finished_session import FinishedSession
 from polar.node.runtime_pool import RuntimeBackends, WarmPool, WorkspaceSnapshots
 from polar.node.session_run import NodeContext, SessionRun
 from polar.node.stages import Stage, StageName
-from polar.node.task_plan import TaskPlan, make_plan, prewarm_recipe
+from polar.node.task_plan import TaskPlan, make_plan, make_prewarm_recipe
 from polar.records.session import Verdict
 from polar.records.task import TaskRequest
 from polar.runtimes.base import SandboxError
@@ -54,7 +54,7 @@ class RunningSession:
         return self._session_run.meter.tokens
 
     @property
-    def used(self) -> UsageTotals:
+    def usage(self) -> UsageTotals:
         return self._session_run.meter.usage_totals
 
     def cancel(self) -> bool:
@@ -136,9 +136,8 @@ class Node:
 
     async def __aenter__(self) -> "Node":
         await self.sweep()
-        recipes = [
-            (prewarm_recipe(prewarm, self._settings.node), prewarm.count) for prewarm in self._settings.node.prewarm
-        ]
+        node = self._settings.node
+        recipes = [(make_prewarm_recipe(prewarm, node), prewarm.count) for prewarm in node.prewarm]
         for recipe, count in recipes:
             self._context.warm_pool.reserve(recipe, count)
         return self
@@ -190,7 +189,7 @@ class Node:
         await context.postrun.wait_until_queue_below(context.run.size + 1)
         await context.init.wait_until_queue_below(_WAITING_PER_INIT_WORKER * context.init.size)
 
-    def free_slots(self) -> int:
+    def count_free_slots(self) -> int:
         """How many may be submitted before the next one should wait (`room`)."""
         init = self._context.init
         return max(0, (1 + _WAITING_PER_INIT_WORKER) * init.size - init.active - init.waiting)
@@ -216,7 +215,7 @@ class Node:
         self._has_unrecorded |= not session_run.is_recorded
         del self._running[session_run.session_id]
 
-    def load(self) -> NodeLoad:
+    def get_load(self) -> NodeLoad:
         stages = [running.stage for running in self._running.values()]
         pools = self._pools.get_pools_by_run().values()
         return NodeLoad(
@@ -231,9 +230,9 @@ class Node:
             tokens=self._tokens + sum(running.tokens for running in self._running.values()),
         )
 
-    def used(self) -> UsageTotals:
+    def get_usage(self) -> UsageTotals:
         """What all of its sessions used so far."""
-        return sum((running.used for running in self._running.values()), self._used)
+        return sum((running.usage for running in self._running.values()), self._used)
 
     async def close(self) -> None:
         """Cancels what runs, and leaves nothing behind."""

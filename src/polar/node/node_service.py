@@ -42,8 +42,8 @@ async def make_worker(
 ) -> Worker:
     """`stays`: also when it is drained (worker.Place)."""
 
-    def load() -> dict[str, Any]:
-        return {} if node is None else msgspec.to_builtins(node.load())
+    def get_load() -> dict[str, Any]:
+        return {} if node is None else msgspec.to_builtins(node.get_load())
 
     context = WorkerContext(
         node_id=f"gateway-{secrets.token_hex(4)}" if node is None else node.node_id,
@@ -53,7 +53,7 @@ async def make_worker(
         store=store_id,
         replaces=[] if node is None else node.replaced,
         stopped=[] if node is None else node.stopped,
-        load=load,
+        get_load=get_load,
         apply_engines=plane.pools.apply,
         export_session=plane.store.export_session,
         disown_session=plane.store.revoke_session_reward,

@@ -71,19 +71,19 @@ class RemoteServer:
         return joined
 
     async def lease(self, node_id: str, holding: list[LeaseId], room: int) -> list[Lease]:
-        return await self._post(_path(node_id, "lease"), {"holding": holding, "room": room}, list[Lease])
+        return await self._post(_build_path(node_id, "lease"), {"holding": holding, "room": room}, list[Lease])
 
     async def heartbeat(self, node_id: str, heartbeat: Heartbeat) -> HeartbeatResponse:
-        return await self._post(_path(node_id, "beat"), heartbeat, HeartbeatResponse, self._beat_seconds)
+        return await self._post(_build_path(node_id, "beat"), heartbeat, HeartbeatResponse, self._beat_seconds)
 
     async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
-        return await self._post(_path(node_id, "finish"), ended, list[FinishStatus])
+        return await self._post(_build_path(node_id, "finish"), ended, list[FinishStatus])
 
     async def send_session(self, node_id: str, data: bytes) -> None:
-        await self._call("PUT", _path(node_id, "sessions"), data, _COPY_SECONDS)
+        await self._call("PUT", _build_path(node_id, "sessions"), data, _COPY_SECONDS)
 
     async def leave(self, node_id: str) -> None:
-        await self._call("POST", _path(node_id, "leave"), b"")
+        await self._call("POST", _build_path(node_id, "leave"), b"")
 
     async def _post(self, path: str, body: Any, kind: type[T], seconds: float = _RESPONSE_SECONDS) -> T:
         answer = await self._call("POST", path, msgspec.json.encode(body), seconds)
@@ -103,19 +103,19 @@ class RemoteServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerUnreachable(f"No rollout server answers at {self._url} ({error!r}).") from error
         if response.status == 410:
-            raise UnknownNode(_detail(answer))
+            raise UnknownNode(_read_detail(answer))
         if response.status in _REFUSED_STATUSES:
-            raise ConfigError(f"{self._url} refuses this node ({response.status}): {_detail(answer)}")
+            raise ConfigError(f"{self._url} refuses this node ({response.status}): {_read_detail(answer)}")
         if response.status != 200:
-            raise ServerUnreachable(f"{self._url}{path} answered {response.status}: {_detail(answer)}")
+            raise ServerUnreachable(f"{self._url}{path} answered {response.status}: {_read_detail(answer)}")
         return answer
 
 
-def _path(node_id: str, what: str) -> str:
+def _build_path(node_id: str, what: str) -> str:
     return f"/nodes/{quote(node_id, safe='')}/{what}"
 
 
-def _detail(answer: bytes) -> str:
+def _read_detail(answer: bytes) -> str:
     try:
         found = msgspec.json.decode(answer)
         return str(found["detail"])

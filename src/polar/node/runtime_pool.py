@@ -124,19 +124,19 @@ class WarmPool:
 
     def reserve(self, recipe: RuntimeRecipe, count: int) -> None:
         """Has so many ready, always."""
-        stock = self._stock(recipe)
+        stock = self._get_stock(recipe)
         stock.reserved += count
         self._restock(stock)
 
     def expect(self, recipe: RuntimeRecipe) -> None:
         """Somebody will come for one."""
-        stock = self._stock(recipe)
+        stock = self._get_stock(recipe)
         stock.expected += 1
         self._restock(stock)
 
     def cancel_expected(self, recipe: RuntimeRecipe) -> None:
         """One who was expected does not come."""
-        stock = self._stock(recipe)
+        stock = self._get_stock(recipe)
         stock.expected -= 1
         self._restock(stock)
 
@@ -152,7 +152,7 @@ class WarmPool:
         self._restock(stock)
         return runtime or await self._make(recipe)
 
-    def _stock(self, recipe: RuntimeRecipe) -> _Stock:
+    def _get_stock(self, recipe: RuntimeRecipe) -> _Stock:
         return self._stocks.setdefault(recipe.key, _Stock(recipe, deque()))
 
     def _restock(self, stock: _Stock) -> None:
@@ -162,7 +162,7 @@ class WarmPool:
         if not stock.failed:
             for _ in range(target - len(stock.ready) - stock.making):
                 stock.making += 1
-                self._spawn(self._add_one(stock), self._making)
+                self._spawn(self._add_runtime(stock), self._making)
         if not (stock.ready or stock.making or stock.expected or stock.reserved):
             self._stocks.pop(stock.recipe.key, None)
 
@@ -171,7 +171,7 @@ class WarmPool:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    async def _add_one(self, stock: _Stock) -> None:
+    async def _add_runtime(self, stock: _Stock) -> None:
         try:
             # What a grader will soon come for is more urgent than what merely stands by.
             async with self._launch_stage.slot(priority=int(stock.expected > 0)):

@@ -394,7 +394,7 @@ class SessionRun:
         assert runtime is not None
         await self._keep_logs(runtime)
         exchanges = [exchange async for exchange in self._context.store.exchanges(self.session_id)]
-        self._versions = _version_range(exchanges)
+        self._versions = _find_version_range(exchanges)
         calls = await asyncio.to_thread(find_main_calls, self._session, exchanges)
         last = calls[-1] if calls else None
         self._check_platform(outcome, last)
@@ -442,7 +442,7 @@ class SessionRun:
         probes = GraderPathProbes(
             self.plan.private_paths, workdir=self.plan.task.runtime.workdir, workspace=self._snapshot
         )
-        probes.show(self.plan.task.instruction)
+        probes.mark_shown(self.plan.task.instruction)
         probes.read_exchanges(exchanges)
         probes.read_patch(patch)
         return probes.evidence
@@ -464,7 +464,7 @@ class SessionRun:
         if outcome.out_of_memory:
             return f"{name} ran out of memory before its first model call: raise runtime.memory_mb."
         ending = f"ended with {outcome.exit_code}" if outcome.end_reason == "finished" else "used up its time"
-        return f"{name} {ending} before its first model call: {self._folder.log_tail() or 'it printed nothing'}"
+        return f"{name} {ending} before its first model call: {self._folder.read_log_tail() or 'it printed nothing'}"
 
     def _apply_length_limit(self, outcome: Outcome, last: Exchange | None) -> Outcome:
         """A harness that ended by itself may have done so because the model's context was full, or its reply cut."""
@@ -552,7 +552,7 @@ def _make_session_folders(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def _version_range(exchanges: list[Exchange]) -> tuple[int, int] | None:
+def _find_version_range(exchanges: list[Exchange]) -> tuple[int, int] | None:
     versions = [span.version for exchange in exchanges for span in exchange.versions]
     return (min(versions), max(versions)) if versions else None
 

@@ -16,7 +16,7 @@ from polar.evaluators.base import Evaluator
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
 from polar.harnesses.cache import Installation, cache_folder, find_installation
-from polar.node.probes import upload_targets
+from polar.node.probes import list_upload_targets
 from polar.node.runtime_pool import RuntimeRecipe
 from polar.plugins import load
 from polar.records.task import AgentRequest, RuntimeRequest, Step, TaskRequest
@@ -39,8 +39,8 @@ class TaskPlan(Struct):
     def private_paths(self) -> list[str]:
         """Of the runtime: where the grader has files that the agent is not told of."""
         runtime = self.task.runtime
-        prepared = upload_targets(runtime.prepare)
-        graders = [*getattr(self.evaluator, "private_paths", ()), *upload_targets(runtime.eval_prepare or [])]
+        prepared = list_upload_targets(runtime.prepare)
+        graders = [*getattr(self.evaluator, "private_paths", ()), *list_upload_targets(runtime.eval_prepare or [])]
         return [path for path in graders if path not in prepared]
 
     @property
@@ -71,7 +71,7 @@ def make_plan(task: TaskRequest, settings: NodeSettings) -> TaskPlan:
     # An image may have the harness itself, in a version that nobody named; without one there is this machine's at most.
     elsewhere = runtime.image is not None or "PATH" in runtime.env | agent.env or shutil.which(program) is not None
     if installed is None and (agent.version is not None or (harness.package is not None and not elsewhere)):
-        raise _not_installed_error(agent.harness)
+        raise _make_not_installed_error(agent.harness)
     load("builders", task.builder.strategy)
     grading_network: Network = "internet" if runtime.effective_network == "internet" else "none"
     return TaskPlan(
@@ -81,50 +81,49 @@ def make_plan(task: TaskRequest, settings: NodeSettings) -> TaskPlan:
         settings=options,
         model=agent.model_name or harness.default_model,
         evaluator=None if task.evaluator is None else load_evaluator(task.evaluator),
-        recipe=agent_recipe(runtime, installed, settings),
+        recipe=make_agent_recipe(runtime, installed, settings),
         grading_recipe=RuntimeRecipe(
             runtime.backend,
-            _runtime_spec(runtime, grading_network, (), settings),
-            _grading_steps(task),
+            _make_runtime_spec(runtime, grading_network, (), settings),
+            _list_grading_steps(task),
         ),
     )
 
 
-def _grading_steps(task: TaskRequest) -> tuple[Step, ...]:
+def _list_grading_steps(task: TaskRequest) -> tuple[Step, ...]:
     prepare, for_evaluator = task.runtime.prepare, task.runtime.eval_prepare
     if task.semantics.eval_prepare == "replace" and for_evaluator is not None:
         return tuple(for_evaluator)
     return (*prepare, *(for_evaluator or ()))
 
 
-def agent_recipe(runtime: RuntimeRequest, installed: Installation | None, settings: NodeSettings) -> RuntimeRecipe:
+def make_agent_recipe(runtime: RuntimeRequest, installed: Installation | None, settings: NodeSettings) -> RuntimeRecipe:
     """Of a runtime that an agent will run in."""
     mounts = () if installed is None else (installed.mount(),)
-    return RuntimeRecipe(
-        runtime.backend, _runtime_spec(runtime, runtime.effective_network, mounts, settings), tuple(runtime.prepare)
-    )
+    spec = _make_runtime_spec(runtime, runtime.effective_network, mounts, settings)
+    return RuntimeRecipe(runtime.backend, spec, tuple(runtime.prepare))
 
 
-def prewarm_recipe(prewarm: PrewarmSettings, settings: NodeSettings) -> RuntimeRecipe:
+def make_prewarm_recipe(prewarm: PrewarmSettings, settings: NodeSettings) -> RuntimeRecipe:
     """Raises ConfigError."""
     installed = None
     if prewarm.harness is not None:
         agent = AgentRequest(harness=prewarm.harness)
         installed = find_installation(cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version)
         if installed is None:
-            raise _not_installed_error(prewarm.harness)
+            raise _make_not_installed_error(prewarm.harness)
     try:
         runtime = RuntimeRequest.model_validate(prewarm.runtime)
     except ValidationError as error:
         raise ConfigError(f"[[node.prewarm]]: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}.") from error
-    return agent_recipe(runtime, installed, settings)
+    return make_agent_recipe(runtime, installed, settings)
 
 
-def _not_installed_error(harness: str) -> ConfigError:
+def _make_not_installed_error(harness: str) -> ConfigError:
     return ConfigError(f"{harness} is not installed: run `polar harness install {harness}`.")
 
 
-def _runtime_spec(
+def _make_runtime_spec(
     runtime: RuntimeRequest, network: Network, mounts: tuple[Mount, ...], settings: NodeSettings
 ) -> RuntimeSpec:
     limits = Limits(runtime.cpus, runtime.memory_mb, runtime.processes, runtime.disk_mb or settings.disk_mb)

@@ -67,7 +67,7 @@ class SessionHost(Protocol):
 
     async def wait_for_room(self) -> None: ...
 
-    def free_slots(self) -> int: ...
+    def count_free_slots(self) -> int: ...
 
     async def submit(self, plan: TaskPlan, sample: int, work_id: int) -> SessionHandle: ...
 
@@ -81,7 +81,7 @@ class WorkerContext(Struct):
     slots: int
     store: str  # the id of the store that sessions are written to
     replaces: list[str]
-    load: Callable[[], dict[str, Any]]
+    get_load: Callable[[], dict[str, Any]]
     apply_engines: Callable[[DesiredEngines], Awaitable[EngineProblems]]  # makes engines and policy be like this here
     export_session: Callable[[str], Awaitable[bytes]]  # a copy of a session
     disown_session: Callable[[str, str], Awaitable[None]]  # a session, for a reason: another one stands for its sample
@@ -232,7 +232,7 @@ class Worker:
             await asyncio.sleep(self._lease_delay)
             await host.wait_for_room()
             starting = sum(session.running is None and session.ended is None for session in self._held.values())
-            room = host.free_slots() - starting
+            room = host.count_free_slots() - starting
             if room <= 0:
                 await asyncio.sleep(0.01)  # those that begin are about to take their places
                 continue
@@ -387,7 +387,7 @@ class Worker:
         holding = [lease_id for lease_id, session in self._held.items() if session.ended is None]
         beat = Heartbeat(
             holding,
-            self._context.load(),
+            self._context.get_load(),
             seen=self._engine_follower.wanted.generation,
             applied=self._engine_follower.applied_generation,
             problems=self._engine_follower.problems,

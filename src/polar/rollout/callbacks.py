@@ -43,9 +43,9 @@ class CallbackSource(Protocol):
     @property
     def events(self) -> EventBus: ...
 
-    async def task(self, run: str, task_id: str) -> TaskRow | None: ...
+    async def get_task(self, run: str, task_id: str) -> TaskRow | None: ...
 
-    async def tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]: ...
+    async def list_tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]: ...
 
     async def finish_callback(self, run: str, task_id: str, *, acknowledged: bool = True) -> None: ...
 
@@ -141,7 +141,7 @@ class Callbacks:
         pauses = backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
         while True:
             try:
-                rows = await self._rollout.tasks_awaiting_callback(_TASKS_PER_READ, after)
+                rows = await self._rollout.list_tasks_awaiting_callback(_TASKS_PER_READ, after)
             except StoreError as error:
                 log.warning("Callbacks wait for the store: %s", error)
                 await asyncio.sleep(next(pauses))
@@ -175,7 +175,7 @@ class Callbacks:
         pauses = backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
         for attempt in count(1):
             try:
-                task = await self._rollout.task(run, task_id)
+                task = await self._rollout.get_task(run, task_id)
                 if task is None or task.callback != "waiting" or task.state == "running":  # it may be run again
                     return
                 problem, retry_slowly = await self._post(task, attempt)
@@ -205,7 +205,7 @@ class Callbacks:
             return problem, True
         headers = {
             "Content-Type": "application/json",
-            "Idempotency-Key": idempotency_key(task),
+            "Idempotency-Key": make_idempotency_key(task),
             "X-Polar-Attempt": str(attempt),
         }
         shown = urlsplit(url)._replace(query="", fragment="").geturl()  # a secret of the receiver's may stand there
@@ -221,6 +221,6 @@ class Callbacks:
         return (None if 200 <= status < 300 else f"{shown} answered {status}"), status in _REFUSAL_STATUSES
 
 
-def idempotency_key(task: TaskRow) -> str:
+def make_idempotency_key(task: TaskRow) -> str:
     """The same whenever this task's end is told."""
     return hashlib.blake2b(f"{task.run}\0{task.task_id}\0{task.cursor}".encode(), digest_size=16).hexdigest()

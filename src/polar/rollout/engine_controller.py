@@ -33,8 +33,8 @@ class EngineController:
     def engines(self) -> DesiredEngines:
         return self._run_registry.engines
 
-    def replica_urls(self, run: str) -> list[str]:
-        return self._run_registry.replica_urls(run)
+    def get_replica_urls(self, run: str) -> list[str]:
+        return self._run_registry.get_replica_urls(run)
 
     async def add_replica(self, run: str, url: str, version: int | None, seconds: float) -> None:
         url = normalize_engine_url(url)
@@ -55,13 +55,13 @@ class EngineController:
             raise
 
     def describe_engine(self, run: str) -> RunEngine:
-        return self._run_registry.pool_state(run).engine
+        return self._run_registry.get_pool(run).engine
 
     async def set_engine(self, run: str, engine: RunEngine, seconds: float) -> None:
         """What the run's engines are; those that it has must be of that kind and model."""
         if run == DEFAULT_RUN:
             raise ConfigError(f"The engine of the run {DEFAULT_RUN} is what [engine] says: give another run its own.")
-        self._run_registry.settings(run).engine = engine
+        self._run_registry.get_settings(run).engine = engine
         await self._apply_everywhere(run, "engines.changed", seconds)
 
     async def remove_replica(self, run: str, url: str, seconds: float) -> bool:
@@ -73,9 +73,9 @@ class EngineController:
 
     async def set_version(self, run: str, version: int, url: str | None, seconds: float) -> bool:
         """The weights have changed. False where there is no such replica."""
-        urls = [
-            known for known in self._run_registry.replica_urls(run) if url is None or known == normalize_engine_url(url)
-        ]
+        urls = self._run_registry.get_replica_urls(run)
+        if url is not None:
+            urls = [known for known in urls if known == normalize_engine_url(url)]
         if not urls:
             return False
         versions = dict.fromkeys(urls, version)
@@ -92,7 +92,7 @@ class EngineController:
             await self._apply_pause_modes(run, [mode], seconds)
 
     async def resume(self, run: str, seconds: float) -> None:
-        paused = self._run_registry.settings(run).paused
+        paused = self._run_registry.get_settings(run).paused
         if paused in ("freeze", "settle"):  # every node's calls hear of new weights before the first engine goes on
             await self._apply_pause_modes(run, ["settle", None], seconds)
         elif paused in ("sleep", "drain"):  # no node calls an engine before it is awake
@@ -120,12 +120,12 @@ class EngineController:
         """Kept, told, and applied at every node that is alive. Raises NotAppliedYet, and EngineError where an engine
         does not do what it is told; it is tried again all the same."""
         generation = self._run_registry.advance_generation()
-        await self._queue.save_run(run, self._run_registry.settings(run).encode())
+        await self._queue.save_run(run, self._run_registry.get_settings(run).encode())
         self._events.publish(
             kind,
             run=run,
-            version=self._run_registry.newest_version(run),
-            paused=self._run_registry.pool_state(run).paused,
+            version=self._run_registry.get_newest_version(run),
+            paused=self._run_registry.get_pool(run).paused,
         )
         self._lease_manager.wake_all()
         late = await self._lease_manager.wait_until_applied(generation, seconds)

@@ -54,9 +54,9 @@ class EventBus:
         """What happens from now on, or from behind the event with the id `after`; of one run, or of all."""
         listener = EventListener(self, run, self._max_pending)
         if after is not None:
-            missed = self._events_after(after)
+            missed = self._list_events_after(after)
             if missed is None:
-                listener.deliver(self._lagged_event("more has happened than is remembered"))
+                listener.deliver(self._make_lagged_event("more has happened than is remembered"))
             for event in missed or ():
                 listener.deliver(event, force=True)
         if self.closed:
@@ -74,13 +74,13 @@ class EventBus:
     def mark_lagged(self, why: str) -> None:
         """Something may have happened that was not told: every listener hears so, and is let go."""
         for listener in list(self._listeners):
-            listener.deliver(self._lagged_event(why), force=True)
+            listener.deliver(self._make_lagged_event(why), force=True)
             listener.end()
 
     def remove_listener(self, listener: "EventListener") -> None:
         self._listeners.discard(listener)
 
-    def _events_after(self, after: str) -> list[ServiceEvent] | None:
+    def _list_events_after(self, after: str) -> list[ServiceEvent] | None:
         """None where some of what came after it is gone."""
         start, _, number = after.rpartition("-")
         if start != self._start or not (number.isascii() and number.isdigit()) or len(number) > 18:
@@ -90,7 +90,7 @@ class EventBus:
             return None
         return list(self._remembered)[int(number) - oldest :]
 
-    def _lagged_event(self, why: str) -> ServiceEvent:
+    def _make_lagged_event(self, why: str) -> ServiceEvent:
         payload = {"detail": f"{why}: read GET /rollout/results for what ended meanwhile"}
         return ServiceEvent(f"{self._start}-{self._count}", LAGGED, None, msgspec.json.encode(payload), payload)
 
@@ -108,7 +108,7 @@ class EventListener:
         if self._run is not None and event.run is not None and event.run != self._run:
             return
         if self._queue.qsize() >= self._max_pending and not force:
-            self._queue.put_nowait(self._events._lagged_event("you listened too slowly"))
+            self._queue.put_nowait(self._events._make_lagged_event("you listened too slowly"))
             self.end()
         else:
             self._queue.put_nowait(event)
@@ -117,7 +117,7 @@ class EventListener:
         self._events.remove_listener(self)
         self._queue.put_nowait(None)
 
-    async def next(self) -> ServiceEvent | None:
+    async def wait_for_event(self) -> ServiceEvent | None:
         event = await self._queue.get()
         if event is None:
             self._queue.put_nowait(None)  # for whoever asks again
@@ -128,7 +128,7 @@ class EventListener:
 
     async def __aiter__(self) -> AsyncIterator[ServiceEvent]:
         try:
-            while (event := await self.next()) is not None:
+            while (event := await self.wait_for_event()) is not None:
                 yield event
         finally:
             self.close()

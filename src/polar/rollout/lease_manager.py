@@ -29,7 +29,7 @@ from polar.rollout.protocol import (
 )
 from polar.rollout.queue import Queue
 from polar.rollout.queue.records import Lane, LeaseAllowance, TrackedLease, WorkChange
-from polar.rollout.results import result_form
+from polar.rollout.results import parse_result_form
 from polar.rollout.runs import RunRegistry, parse_staleness_limits
 from polar.store.base import Store
 
@@ -89,7 +89,7 @@ class NodeMember:
     def slots(self) -> int:
         return self.registration.slots if self.registration is not None else 0
 
-    def view(self) -> NodeView | None:
+    def to_view(self) -> NodeView | None:
         """None for one that was not heard of yet."""
         joined = self.registration
         if joined is None:
@@ -132,7 +132,7 @@ class NodeMember:
         """There is something that it should hear of soon."""
         self._wake.set()
 
-    async def next_orders(self, heartbeat: Heartbeat, generation: int, seconds: float) -> HeartbeatResponse:
+    async def wait_for_orders(self, heartbeat: Heartbeat, generation: int, seconds: float) -> HeartbeatResponse:
         """At once where there is something new; else when the time for the next beat has come."""
         self.load = heartbeat.load
         lost = [lease_id for lease_id in heartbeat.holding if lease_id not in self.leases]
@@ -189,12 +189,12 @@ class LeaseManager:
     async def restore(self) -> None:
         """What the database says, as far as it is not known: who has what (nodes that were not heard of yet have a full
         term to be), and what waits for another try."""
-        for tracked in await self._queue.leases():
+        for tracked in await self._queue.list_leases():
             member = self.members.setdefault(tracked.node, NodeMember(tracked.node))
             if not member.lost:
                 member.add_lease(tracked)
         self._tracks_lifetimes = True
-        for work_id in await self._queue.waiting_work():
+        for work_id in await self._queue.list_waiting_work():
             self._schedule_retry(work_id, self._settings.beat_seconds)
 
     async def join(self, request: JoinRequest) -> JoinResponse:
@@ -209,7 +209,7 @@ class LeaseManager:
             await self._queue.retract_kills(suspect_work)
         if self.members.get(request.node_id) is None:
             member = NodeMember(request.node_id)
-            for tracked in await self._queue.node_leases(request.node_id):  # what the database says it has, it has
+            for tracked in await self._queue.list_node_leases(request.node_id):  # what the database says it has, it has
                 member.add_lease(tracked)
             self.members.setdefault(request.node_id, member)  # unless it was quicker, in another call
         member = self.members[request.node_id]
@@ -221,7 +221,7 @@ class LeaseManager:
             term=self._settings.lease_seconds,
             beat=self._settings.beat_seconds,
             shares_store=request.store == self._store_id,
-            engines=self._engines_for(request.node_id),
+            engines=self._get_desired_engines(request.node_id),
         )
 
     def _require_member(self, node_id: str) -> NodeMember:
@@ -251,10 +251,10 @@ class LeaseManager:
             await self._ledger.wait_for_work(member.backends, remaining)
 
     async def _lease_work(self, member: NodeMember, holding: list[LeaseId], room: int) -> list[Lease]:
-        allowances = [] if member.draining or room <= 0 else self._allowances(member)
+        allowances = [] if member.draining or room <= 0 else self._compute_allowances(member)
         if not allowances and member.leases.keys() <= set(holding):
             return []
-        unrunnable = self._unrunnable_tasks(member)
+        unrunnable = self._find_unrunnable_tasks(member)
         pairs = await self._queue.lease(member.node_id, holding, allowances, room, member.slots, unrunnable)
         for lease, tracked in pairs:
             if tracked.lease_id not in member.leases:  # else it comes again
@@ -262,16 +262,16 @@ class LeaseManager:
                 self._ledger.record_leased(tracked.lane, lease.task_id, lease.sample, member.node_id)
         return [lease for lease, _ in pairs]
 
-    def _allowances(self, member: NodeMember) -> list[LeaseAllowance]:
+    def _compute_allowances(self, member: NodeMember) -> list[LeaseAllowance]:
         busy: defaultdict[str, int] = defaultdict(int)
         for lane, counts in self._ledger.lanes.items():
             busy[lane.run] += counts.leased
         allowances = []
         for lane, counts in self._ledger.lanes.items():
             if counts.queued > 0 and lane.name in member.backends:
-                max_sessions = self._session_budget(lane.run, busy[lane.run])
+                max_sessions = self._compute_session_budget(lane.run, busy[lane.run])
                 if max_sessions > 0:
-                    version = self._run_registry.newest_version(lane.run)
+                    version = self._run_registry.get_newest_version(lane.run)
                     isolates = self._is_isolation_node(member, lane)
                     allowances.append(LeaseAllowance(lane, max_sessions, busy[lane.run], version, isolates))
         return allowances
@@ -285,7 +285,7 @@ class LeaseManager:
         )
         return member.node_id == min(eligible, default=None)
 
-    def _unrunnable_tasks(self, member: NodeMember) -> frozenset[tuple[str, str]]:
+    def _find_unrunnable_tasks(self, member: NodeMember) -> frozenset[tuple[str, str]]:
         """Tasks that a node can't run, but another active node may."""
         active_members = [
             other for other in self.members.values() if other.registration is not None and not other.draining
@@ -297,9 +297,9 @@ class LeaseManager:
             and any(other.node_id not in refused and lane.name in other.backends for other in active_members)
         )
 
-    def _session_budget(self, run: str, busy: int) -> int:
+    def _compute_session_budget(self, run: str, busy: int) -> int:
         """How many sessions of a run may begin now."""
-        quotas = self._run_registry.quotas(run)
+        quotas = self._run_registry.get_quotas(run)
         limits = [_UNLIMITED]
         if quotas.max_running is not None:
             limits.append(quotas.max_running - busy)
@@ -316,7 +316,7 @@ class LeaseManager:
             outcome.node_id = node_id
             tracked = None if member is None else member.leases.get(outcome.lease_id)
             if tracked is not None:
-                form = result_form(tracked.request)
+                form = parse_result_form(tracked.request)
                 outcome.builder, outcome.mask_traces = form.builder, form.mask_traces
                 self._record_staleness(outcome, tracked)
                 if outcome.stale and outcome.reason == "stale" and outcome.session_id is not None:
@@ -359,14 +359,14 @@ class LeaseManager:
             self._schedule_retry(work_id, self._settings.beat_seconds)
             return
         for lane in lanes:
-            counts = self._ledger.counts(lane)
+            counts = self._ledger.get_counts(lane)
             counts.waiting -= 1
             counts.queued += 1
         self._ledger.notify_work()
 
     def _record_staleness(self, outcome: SessionOutcome, tracked: TrackedLease) -> None:
         limits = parse_staleness_limits(tracked.request)
-        newest = self._run_registry.newest_version(tracked.lane.run)
+        newest = self._run_registry.get_newest_version(tracked.lane.run)
         oldest = tracked.version if outcome.oldest_version is None else outcome.oldest_version
         outcome.lag = None if oldest is None else newest - oldest
         outcome.stale = limits.is_stale(oldest, newest)
@@ -387,11 +387,12 @@ class LeaseManager:
         if reported != (member.seen_generation, member.applied_generation, member.problems):
             member.seen_generation, member.applied_generation, member.problems = reported
             await self._notify()
-        orders = await member.next_orders(heartbeat, self._run_registry.engines.generation, self._settings.beat_seconds)
+        generation = self._run_registry.engines.generation
+        orders = await member.wait_for_orders(heartbeat, generation, self._settings.beat_seconds)
         if member.lost:
             raise UnknownNode(f"Node {node_id} was silent for too long: join again.")
         engines = self._run_registry.engines
-        orders.engines = self._engines_for(node_id) if engines.generation != heartbeat.seen else None
+        orders.engines = self._get_desired_engines(node_id) if engines.generation != heartbeat.seen else None
         return orders
 
     def cancel(self, run: str, task_id: str, reason: str) -> int:
@@ -399,10 +400,10 @@ class LeaseManager:
         return self._cancel(lambda tracked: (tracked.lane.run, tracked.task_id) == (run, task_id), reason)
 
     def cancel_stale(self, run: str) -> None:
-        newest = self._run_registry.newest_version(run)
+        newest = self._run_registry.get_newest_version(run)
 
         def is_stale(tracked: TrackedLease) -> bool:
-            if self._run_registry.replica_urls(tracked.lane.run) != self._run_registry.replica_urls(run):
+            if self._run_registry.get_replica_urls(tracked.lane.run) != self._run_registry.get_replica_urls(run):
                 return False
             limits = parse_staleness_limits(tracked.request)
             return limits.on_stale == "cancel" and limits.is_stale(tracked.version, newest)
@@ -422,7 +423,7 @@ class LeaseManager:
         for member in self.members.values():
             member.wake()
 
-    def _engines_for(self, node_id: str) -> DesiredEngines:
+    def _get_desired_engines(self, node_id: str) -> DesiredEngines:
         """All nodes share the engines: one of them is enough to send them to sleep, and not every engine stands being
         told twice."""
         engines = self._run_registry.engines
@@ -438,12 +439,12 @@ class LeaseManager:
         """Waits until every node that is alive has done what it could: those that have not."""
         try:
             async with asyncio.timeout(seconds), self._members_changed:
-                await self._members_changed.wait_for(lambda: not self._lagging_members(generation))
+                await self._members_changed.wait_for(lambda: not self._find_lagging_members(generation))
         except TimeoutError:
             pass
-        return self._lagging_members(generation)
+        return self._find_lagging_members(generation)
 
-    def _lagging_members(self, generation: int) -> list[NodeMember]:
+    def _find_lagging_members(self, generation: int) -> list[NodeMember]:
         """Also those of which only the database knows yet: their sessions may well be running."""
         return [
             member

@@ -60,10 +60,10 @@ class Ledger:
             asyncio.Future[None], frozenset[str]
         ] = {}  # nodes that wait, and the lanes they can serve
 
-    def counts(self, lane: Lane) -> Counts:
+    def get_counts(self, lane: Lane) -> Counts:
         return self.lanes.setdefault(lane, Counts())
 
-    def run_counts(self, run: str) -> Counts:
+    def sum_counts(self, run: str) -> Counts:
         lanes = [counts for lane, counts in self.lanes.items() if lane.run == run]
         return Counts(
             sum(counts.queued for counts in lanes),
@@ -72,7 +72,7 @@ class Ledger:
         )
 
     def record_submitted(self, lane: Lane, task_id: str, samples: int) -> None:
-        self.counts(lane).queued += samples
+        self.get_counts(lane).queued += samples
         self.totals[lane.run].tasks += 1
         self._events.publish("task.submitted", run=lane.run, task_id=task_id, samples=samples)
 
@@ -87,14 +87,14 @@ class Ledger:
         self._events.publish("task.redirected", run=run, task_id=task_id)
 
     def record_leased(self, lane: Lane, task_id: str, sample: int, node_id: str) -> None:
-        counts = self.counts(lane)
+        counts = self.get_counts(lane)
         counts.queued -= 1
         counts.leased += 1
         self.metrics.count_leased(1)
         self._events.publish("session.leased", run=lane.run, task_id=task_id, sample=sample, node_id=node_id)
 
     def record_change(self, change: WorkChange) -> None:
-        run, outcome, counts = change.lane.run, change.outcome, self.counts(change.lane)
+        run, outcome, counts = change.lane.run, change.outcome, self.get_counts(change.lane)
         setattr(counts, change.old_state, getattr(counts, change.old_state) - 1)
         fields: dict[str, Any] = {
             "run": run,

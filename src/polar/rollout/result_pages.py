@@ -22,11 +22,11 @@ from polar.rollout.protocol import SessionOutcome
 from polar.rollout.queue.records import TaskRow, WorkRow
 from polar.rollout.results import (
     ResultForm,
+    apply_outcome,
+    get_task_status,
+    parse_result_form,
     render_ended_result,
     render_failed_result,
-    result_form,
-    task_status,
-    with_outcome,
 )
 from polar.store.base import Store
 from polar.trajectory.checker import SessionChecker
@@ -53,13 +53,13 @@ class ResultSource(Protocol):
         """Nobody is to wait any more."""
         ...
 
-    async def task(self, run: str, task_id: str) -> TaskRow | None: ...
+    async def get_task(self, run: str, task_id: str) -> TaskRow | None: ...
 
-    async def task_work(self, run: str, task_id: str) -> list[WorkRow]: ...
+    async def list_task_work(self, run: str, task_id: str) -> list[WorkRow]: ...
 
-    async def sessions_after(self, run: str, after: int, limit: int) -> list[WorkRow]: ...
+    async def list_sessions_after(self, run: str, after: int, limit: int) -> list[WorkRow]: ...
 
-    async def groups_after(self, run: str, after: int, limit: int) -> list[TaskRow]: ...
+    async def list_groups_after(self, run: str, after: int, limit: int) -> list[TaskRow]: ...
 
     async def wait_for_results(self, run: str, after: int, seconds: float, unit: ResultUnit) -> None: ...
 
@@ -143,7 +143,7 @@ class ResultPages:
         document: dict[str, object] = {
             "task_id": task.task_id,
             "run": task.run,
-            "status": task_status(task),
+            "status": get_task_status(task),
             "total_sessions": task.samples,
             "completed_sessions": task.ended,
             "cancelled": task.cancelled,
@@ -153,7 +153,7 @@ class ResultPages:
             "result_paths": [],
             **({} if cancelled_sessions is None else {"cancelled_sessions": cancelled_sessions}),
         }
-        rows = await self._rows.task_work(task.run, task.task_id)
+        rows = await self._rows.list_task_work(task.run, task.task_id)
         document["sessions"] = [
             {"sample": row.sample, "state": row.state, "attempt": row.attempt, "node": row.node, "id": row.session_id}
             for row in rows[:_MAX_LISTED_SESSIONS]
@@ -167,12 +167,12 @@ class ResultPages:
 
     async def render_tree(self, task: TaskRow) -> bytes:
         """The token tree over all sessions of a task that there are by now."""
-        rows = [row for row in await self._rows.task_work(task.run, task.task_id) if row.summary is not None]
+        rows = [row for row in await self._rows.list_task_work(task.run, task.task_id) if row.summary is not None]
         left, tree = iter(rows), GroupTree(self.checker)
         async for some in self._store.read_sessions([row.session_id for row in rows]):
             for one, row in zip(some, left, strict=False):
                 if one.session is not None and row.summary is not None and _find_problem(row, one) is None:
-                    ended_session = with_outcome(one.session, _decode_outcome(row.summary))
+                    ended_session = apply_outcome(one.session, _decode_outcome(row.summary))
                     await asyncio.to_thread(tree.add, ended_session, one.exchanges)
         return await asyncio.to_thread(lambda: _encode(wire.tree_to_dict(tree.build())))
 
@@ -184,13 +184,13 @@ class ResultPages:
         deadline = now() + wait
         while True:
             rows = await (
-                self._rows.sessions_after(run, after, limit)
+                self._rows.list_sessions_after(run, after, limit)
                 if unit == "session"
-                else self._rows.groups_after(run, after, limit)
+                else self._rows.list_groups_after(run, after, limit)
             )
             if rows:
                 after = rows[-1].cursor or after
-                if passing := [row for row in rows if _passes(row, suspicious)]:
+                if passing := [row for row in rows if _matches_filter(row, suspicious)]:
                     return passing, after
                 continue
             left = deadline - now()
@@ -214,17 +214,17 @@ class ResultPages:
         self, task: TaskRow, builder: str | None, suspicious: SuspiciousFilter, held: "_HeldBackCount"
     ) -> AsyncIterator[bytes]:
         """But for its end."""
-        rows = await self._rows.task_work(task.run, task.task_id)
+        rows = await self._rows.list_task_work(task.run, task.task_id)
         document = {
             "task_id": task.task_id,
             "run": task.run,
-            "status": task_status(task),
+            "status": get_task_status(task),
             "asked": task.samples,
             "cancelled": sum(_was_cancelled(row, task) for row in rows),
             "cursor": task.cursor,
         }
         yield _encode(document)[:-1] + b',"results":['
-        async for piece in self._render_ended([row for row in rows if _passes(row, suspicious)], builder, held):
+        async for piece in self._render_ended([row for row in rows if _matches_filter(row, suspicious)], builder, held):
             yield piece
 
     async def _render_ended(
@@ -249,20 +249,20 @@ class ResultPages:
         assert row.summary is not None
         ended = _decode_outcome(row.summary)
         known = None if ended.builder is None else ResultForm(ended.builder, ended.mask_traces)
-        form = known or await self._result_form(row)
+        form = known or await self._get_result_form(row)
         return _ResultInputs(row, ended, form if builder is None else ResultForm(builder, form.mask_traces), recorded)
 
-    async def _result_form(self, row: WorkRow) -> ResultForm:
+    async def _get_result_form(self, row: WorkRow) -> ResultForm:
         """As the task has it."""
         key = row.run, row.task_id
         form = self._forms.get(key)
         if form is None:
-            task = await self._rows.task(*key)
-            form = self._forms[key] = ResultForm() if task is None else result_form(task.request)
+            task = await self._rows.get_task(*key)
+            form = self._forms[key] = ResultForm() if task is None else parse_result_form(task.request)
         return form
 
 
-def _passes(row: WorkRow | TaskRow, suspicious: SuspiciousFilter) -> bool:
+def _matches_filter(row: WorkRow | TaskRow, suspicious: SuspiciousFilter) -> bool:
     if suspicious == "keep" or isinstance(row, TaskRow) or row.summary is None:
         return True
     return is_suspicious(_decode_outcome(row.summary).evidence) == (suspicious == "only")

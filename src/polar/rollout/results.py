@@ -44,13 +44,13 @@ class ResultForm(msgspec.Struct, frozen=True):
     mask_traces: bool = False  # of sessions without a reward
 
 
-def result_form(request: str) -> ResultForm:
+def parse_result_form(request: str) -> ResultForm:
     """`request` is a TaskRequest, as JSON."""
     read = _decode_request(request)
     return ResultForm(read.builder.strategy, read.semantics.mask_traces)
 
 
-def task_status(task: TaskRow) -> TaskState:
+def get_task_status(task: TaskRow) -> TaskState:
     """As its semantics have it."""
     return _decode_request(task.request).semantics.all_failed if task.state == "failed" else task.state
 
@@ -66,7 +66,7 @@ def render_ended_result(
 ) -> dict[str, Any]:
     """What the rollout server keeps of a session's end, together with what the store has of it: nothing, where it
     ended before it began. Raises HeldBackError where the session fails the check."""
-    known = _ended_session(task_id, sample, ended, session)
+    known = _build_session(task_id, sample, ended, session)
     built = build_trajectory(known, exchanges, form.builder, checker)
     item = SessionItem(known.summary, built.session_paths, built.trajectory, list(exchanges), calls=built.calls)
     return _render(item, sample, ended, form, has_session=session is not None)
@@ -77,14 +77,14 @@ def render_failed_result(
 ) -> dict[str, Any]:
     """Of a session whose traces can't be made, or must not be handed on: there is no use in its reward without them."""
     failed = msgspec.structs.replace(ended, reward=None, reason=reason, error=error)
-    known = _ended_session(task_id, sample, failed, session)
+    known = _build_session(task_id, sample, failed, session)
     nothing = Trajectory(known.session_id, TRACE_BUILDER, [], [], TokenCounts(0, 0, 0), None, reason)
     item = SessionItem(known.summary, SessionPaths(known.session_id, [], None, reason), nothing)
     return _render(item, sample, failed, ResultForm(), has_session=session is not None)
 
 
-def _ended_session(task_id: str, sample: int, ended: SessionOutcome, session: Session | None) -> Session:
-    known = with_outcome(session or Session(ended.session_id or f"{task_id}#{sample}", b"", 0.0), ended)
+def _build_session(task_id: str, sample: int, ended: SessionOutcome, session: Session | None) -> Session:
+    known = apply_outcome(session or Session(ended.session_id or f"{task_id}#{sample}", b"", 0.0), ended)
     known.metadata = {**known.metadata, "task_id": task_id}
     return known
 
@@ -115,6 +115,6 @@ def _render(
     return result
 
 
-def with_outcome(session: Session, ended: SessionOutcome) -> Session:
+def apply_outcome(session: Session, ended: SessionOutcome) -> Session:
     """With the verdict that counts: what a node said of the session in time."""
     return msgspec.structs.replace(session, reward=ended.reward, reason=ended.reason, evidence=ended.evidence)

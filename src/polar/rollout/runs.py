@@ -101,7 +101,7 @@ class RunRegistry:
     @property
     def engines(self) -> DesiredEngines:
         pools = {
-            run: self.pool_state(run)
+            run: self.get_pool(run)
             for run in {DEFAULT_RUN, *self.runs}
             if run == DEFAULT_RUN or self._has_own_engines(run)
         }
@@ -113,51 +113,51 @@ class RunRegistry:
         return self._generation
 
     def pause(self, run: str, mode: PauseState | None) -> None:
-        settings = self.settings(run)
+        settings = self.get_settings(run)
         if mode == "freeze" and settings.paused not in ("freeze", "settle"):
             settings.since = self._generation + 1
         settings.paused = mode
 
-    def settings(self, run: str) -> RunSettings:
+    def get_settings(self, run: str) -> RunSettings:
         return self.runs.setdefault(run, RunSettings())
 
-    def quotas(self, run: str) -> Quotas:
+    def get_quotas(self, run: str) -> Quotas:
         return self.runs[run].quotas if run in self.runs else Quotas()
 
-    def compat(self, run: str) -> Compat | None:
+    def get_compat(self, run: str) -> Compat | None:
         return self.runs[run].compat if run in self.runs else None
 
-    def pool_state(self, run: str) -> DesiredPool:
+    def get_pool(self, run: str) -> DesiredPool:
         settings = self.runs.get(run, RunSettings())
-        replicas = [DesiredReplica(url, self.versions.get(url, 0)) for url in self.replica_urls(run)]
+        replicas = [DesiredReplica(url, self.versions.get(url, 0)) for url in self.get_replica_urls(run)]
         return DesiredPool(replicas, settings.paused, settings.since, settings.engine)
 
-    def replica_urls(self, run: str) -> list[str]:
+    def get_replica_urls(self, run: str) -> list[str]:
         """A run's own replicas, else the default's."""
         settings = self.runs.get(run, RunSettings())
         if run != DEFAULT_RUN and not self._has_own_engines(run):
-            return self.replica_urls(DEFAULT_RUN)
+            return self.get_replica_urls(DEFAULT_RUN)
         configured = self._configured if run == DEFAULT_RUN else []
         return [url for url in dict.fromkeys((*configured, *settings.added)) if url not in settings.removed]
 
-    def newest_version(self, run: str) -> int:
+    def get_newest_version(self, run: str) -> int:
         """The newest version that any of a run's replicas has."""
-        return max((self.versions.get(url, 0) for url in self.replica_urls(run)), default=0)
+        return max((self.versions.get(url, 0) for url in self.get_replica_urls(run)), default=0)
 
     def _has_own_engines(self, run: str) -> bool:
         """Engines, or a model that those of the default run don't have."""
         return run in self.runs and (bool(self.runs[run].added) or self.runs[run].engine != RunEngine())
 
     def add_replica(self, run: str, url: str) -> None:
-        settings = self.settings(run)
+        settings = self.get_settings(run)
         settings.removed = [other for other in settings.removed if other != url]
-        if url not in self.replica_urls(run) or (run != DEFAULT_RUN and url not in settings.added):
+        if url not in self.get_replica_urls(run) or (run != DEFAULT_RUN and url not in settings.added):
             settings.added = [*settings.added, url]
 
     def remove_replica(self, run: str, url: str) -> bool:
         """False where it is none of the run's."""
-        settings = self.settings(run)
-        if url not in (self.replica_urls(run) if run == DEFAULT_RUN else settings.added):
+        settings = self.get_settings(run)
+        if url not in (self.get_replica_urls(run) if run == DEFAULT_RUN else settings.added):
             return False
         settings.added = [other for other in settings.added if other != url]
         if run == DEFAULT_RUN and url in self._configured:

@@ -27,7 +27,7 @@ from polar.rollout.ledger import Ledger
 from polar.rollout.queue import Queue, QueueDatabase, Superseded
 from polar.rollout.queue.database import TransactionalStore
 from polar.rollout.queue.records import ConsumerPosition, Lane, NewTask, TaskRow, WorkRow
-from polar.rollout.results import task_status
+from polar.rollout.results import get_task_status
 from polar.rollout.runs import Quotas, RunRegistry, RunSettings
 from polar.store.base import Store
 
@@ -97,7 +97,7 @@ class RolloutService:
     async def __aenter__(self) -> "RolloutService":
         database = self._database = await QueueDatabase.open(self._store)
         queue = self._queue = Queue(database)
-        runs = {run: RunSettings.decode(text) for run, text in (await queue.runs()).items()}
+        runs = {run: RunSettings.decode(text) for run, text in (await queue.load_runs()).items()}
         versions = await self._versions()  # only now: until then an older server may have set others
         self._run_registry = RunRegistry(self._replicas, versions, runs, database.epoch << 32, self._store_id)
         self.lease_manager = LeaseManager(
@@ -114,8 +114,8 @@ class RolloutService:
         self.engine_controller = EngineController(
             self._run_registry, self.lease_manager, queue, self._store, self.events
         )
-        await queue.requeue(await queue.waiting_work())
-        self._consumers = await queue.consumers()
+        await queue.requeue(await queue.list_waiting_work())
+        self._consumers = await queue.load_consumers()
         database.uncertain_commits += 1  # nothing was counted yet
         await self._recount()
         self._schedule(0, self._maintain)
@@ -143,7 +143,7 @@ class RolloutService:
 
     async def submit(self, tasks: list[TaskRequest]) -> list[SubmittedTask | RefusedTask]:
         """Each by itself. Told twice, a task is there once; what it means is decided here."""
-        tasks = [task.with_semantics(self._semantics(task.run)) for task in tasks]
+        tasks = [task.with_semantics(self._get_semantics(task.run)) for task in tasks]
         answers: dict[int, SubmittedTask | RefusedTask] = {}
         new_tasks: dict[int, NewTask] = {}
         admitted_samples: defaultdict[str, int] = defaultdict(int)
@@ -162,7 +162,7 @@ class RolloutService:
                     error = f"Task {new.task_id} is there already, with other content: give it another task_id."
                     answers[number] = RefusedTask(new.task_id, 409, error)
                     continue
-                answers[number] = SubmittedTask(new.task_id, task_status(admitted_task.row))
+                answers[number] = SubmittedTask(new.task_id, get_task_status(admitted_task.row))
                 if admitted_task.replaced is not None:
                     self.ledger.forget_ended_task(admitted_task.replaced)
                 if admitted_task.is_new:
@@ -172,8 +172,8 @@ class RolloutService:
         self.ledger.notify_work()
         return [answers[number] for number in range(len(tasks))]
 
-    def _semantics(self, run: str) -> TaskSemantics:
-        return SEMANTICS[self._run_registry.compat(run) or self._settings.compat]
+    def _get_semantics(self, run: str) -> TaskSemantics:
+        return SEMANTICS[self._run_registry.get_compat(run) or self._settings.compat]
 
     async def _check_runnable(self, task: TaskRequest) -> RefusedTask | None:
         if self._check is not None:
@@ -185,31 +185,31 @@ class RolloutService:
 
     async def _check_queue_quota(self, task: TaskRequest, admitted_samples: int) -> RefusedTask | None:
         await self._recount_if_uncertain()
-        max_queued = self._run_registry.quotas(task.run).max_queued
-        queued = self.ledger.run_counts(task.run).queued + admitted_samples if max_queued is not None else 0
+        max_queued = self._run_registry.get_quotas(task.run).max_queued
+        queued = self.ledger.sum_counts(task.run).queued + admitted_samples if max_queued is not None else 0
         if max_queued is not None and task.num_samples > max_queued:
             error = (
                 f"It has {task.num_samples} samples, more than the run may have queued ({max_queued}): raise its quota."
             )
             return RefusedTask(task.task_id, 422, error)
         if max_queued is not None and queued + task.num_samples > max_queued:
-            known = await self._queue.task(task.run, task.task_id)
+            known = await self._queue.get_task(task.run, task.task_id)
             if known is not None and (known.state == "running" or task.semantics.resubmit_ended == "keep"):
                 return None  # it is in already
             error = f"Run {task.run} has {queued} sessions queued, and may have {max_queued}: try again later."
             return RefusedTask(task.task_id, 429, error, retry_after=self._settings.beat_seconds)
         return None
 
-    async def recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
+    async def list_recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
         """The newest first."""
-        return await self._queue.recent_tasks(run, limit)
+        return await self._queue.list_recent_tasks(run, limit)
 
-    async def task(self, run: str, task_id: str) -> TaskRow | None:
-        return await self._queue.task(run, task_id)
+    async def get_task(self, run: str, task_id: str) -> TaskRow | None:
+        return await self._queue.get_task(run, task_id)
 
-    async def task_work(self, run: str, task_id: str) -> list[WorkRow]:
+    async def list_task_work(self, run: str, task_id: str) -> list[WorkRow]:
         """One for each sample."""
-        return await self._queue.task_work(run, task_id)
+        return await self._queue.list_task_work(run, task_id)
 
     async def cancel(self, run: str, task_id: str, reason: str = "cancelled") -> int | None:
         """How many sessions it ends, now or soon; None where there is no such task."""
@@ -222,11 +222,11 @@ class RolloutService:
 
     # Results
 
-    async def sessions_after(self, run: str, after: int, limit: int) -> list[WorkRow]:
-        return await self._queue.work_after(run, after, limit)
+    async def list_sessions_after(self, run: str, after: int, limit: int) -> list[WorkRow]:
+        return await self._queue.list_work_after(run, after, limit)
 
-    async def groups_after(self, run: str, after: int, limit: int) -> list[TaskRow]:
-        return await self._queue.tasks_after(run, after, limit)
+    async def list_groups_after(self, run: str, after: int, limit: int) -> list[TaskRow]:
+        return await self._queue.list_tasks_after(run, after, limit)
 
     async def wait_for_results(self, run: str, after: int, seconds: float, unit: ResultUnit) -> None:
         """Until there may be something beyond `after`."""
@@ -243,9 +243,9 @@ class RolloutService:
         self.ledger.notify_work()
         return cursor
 
-    async def tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]:
+    async def list_tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]:
         """Ended tasks whose callback is not acknowledged, by the cursor of their end."""
-        return await self._queue.tasks_awaiting_callback(after, limit)
+        return await self._queue.list_tasks_awaiting_callback(after, limit)
 
     async def finish_callback(self, run: str, task_id: str, *, acknowledged: bool = True) -> None:
         await self._queue.set_callback_state(run, task_id, "acknowledged" if acknowledged else "given_up")
@@ -253,7 +253,7 @@ class RolloutService:
     # Runs and nodes
 
     async def set_quotas(self, run: str, quotas: Quotas) -> None:
-        settings = self._run_registry.settings(run)
+        settings = self._run_registry.get_settings(run)
         settings.quotas = quotas
         await self._queue.save_run(run, settings.encode())
         await self._count_untaken(run)
@@ -261,21 +261,21 @@ class RolloutService:
 
     async def set_compat(self, run: str, compat: Compat | None) -> None:
         """Whose meaning the run's tasks have that are submitted from now on; None: the server's."""
-        settings = self._run_registry.settings(run)
+        settings = self._run_registry.get_settings(run)
         settings.compat = compat
         await self._queue.save_run(run, settings.encode())
 
-    def compat(self, run: str) -> Compat | None:
-        return self._run_registry.compat(run)
+    def get_compat(self, run: str) -> Compat | None:
+        return self._run_registry.get_compat(run)
 
-    def quotas(self) -> dict[str, Quotas]:
+    def list_quotas(self) -> dict[str, Quotas]:
         return {run: settings.quotas for run, settings in self._run_registry.runs.items()}
 
-    def status(self) -> dict[str, dict[str, int]]:
+    def count_sessions(self) -> dict[str, dict[str, int]]:
         """By run: sessions in each state."""
         status = {}
         for run in sorted({DEFAULT_RUN, *self.ledger.totals, *(lane.run for lane in self.ledger.lanes)}):
-            counts, totals = self.ledger.run_counts(run), self.ledger.totals[run]
+            counts, totals = self.ledger.sum_counts(run), self.ledger.totals[run]
             status[run] = {
                 "tasks": totals.tasks,
                 "queued": counts.queued,
@@ -284,15 +284,14 @@ class RolloutService:
                 "done": totals.ended,
                 "usable": totals.usable,
             }
-            if self._run_registry.quotas(run).max_ahead is not None:
+            if self._run_registry.get_quotas(run).max_ahead is not None:
                 status[run]["untaken"] = self.ledger.untaken[run]
         return status
 
-    def nodes(self) -> list[NodeView]:
-        """Those that run sessions."""
-        return [
-            view for member in self.lease_manager.members.values() if (view := member.view()) is not None and view.slots
-        ]
+    def list_nodes(self) -> list[NodeView]:
+        """Nodes that run sessions."""
+        views = [member.to_view() for member in self.lease_manager.members.values()]
+        return [view for view in views if view is not None and view.slots]
 
     # Looking after it
 
@@ -304,23 +303,25 @@ class RolloutService:
         """From time to time; and all that is in memory, where the queue is in doubt."""
         uncertain_commits = self._database.uncertain_commits
         if self._database.is_uncertain:
-            self.ledger.totals.update(await self._queue.totals())
+            self.ledger.totals.update(await self._queue.load_totals())
             await self.lease_manager.restore()
             self.ledger.wake_all_readers()
             self.events.mark_lagged("the store was in doubt")
-        self.ledger.lanes = await self._queue.counts()
+        self.ledger.lanes = await self._queue.load_counts()
         for run in list(self._run_registry.runs):
             await self._count_untaken(run)
         self._database.reconcile(uncertain_commits)
 
     async def _count_untaken(self, run: str) -> None:
         """Only where a quota asks for it: it takes a look at the database."""
-        if self._run_registry.quotas(run).max_ahead is not None:
+        if self._run_registry.get_quotas(run).max_ahead is not None:
             consumers = [
                 position for (consumer_run, _), position in self._consumers.items() if consumer_run == run
             ] or [ConsumerPosition(0, "session")]
-            counts = [await self._queue.usable_after(run, position.cursor, position.unit) for position in consumers]
-            self.ledger.untaken[run] = min(counts)  # what one has taken is trained on, though others still look
+            counts = [
+                await self._queue.count_usable_after(run, consumer.cursor, consumer.unit) for consumer in consumers
+            ]
+            self.ledger.untaken[run] = min(counts)  # what one consumer has taken is trained on
 
     async def _maintain(self) -> None:
         loop = asyncio.get_running_loop()
@@ -399,7 +400,7 @@ class Retention:
     async def run(self) -> None:
         """Runs until it is cancelled."""
         loop = asyncio.get_running_loop()
-        known = await self._queue.fact(_RETENTION_FACT)
+        known = await self._queue.load_fact(_RETENTION_FACT)
         self._marks = [RetentionMark(0.0, 0)] if known is None else msgspec.json.decode(known, type=list[RetentionMark])
         began = loop.time() - self._marks[-1].served_seconds
         while True:
@@ -410,7 +411,7 @@ class Retention:
                 log.error("Expired tasks could not be deleted: %s", error)
 
     async def _delete_expired(self, served: float) -> None:
-        self._marks.append(RetentionMark(served, await self._queue.last_cursor()))
+        self._marks.append(RetentionMark(served, await self._queue.read_last_cursor()))
         expired = [mark for mark in self._marks if mark.served_seconds <= served - self._seconds]
         if expired:
             while await self._queue.delete_ended_tasks(expired[-1].cursor, _MAX_DELETED_TASKS):

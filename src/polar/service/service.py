@@ -111,7 +111,10 @@ class Service:
         pages = ResultPages(rollout, plane.store, checker)
         callbacks = self._callbacks = await stack.enter_async_context(Callbacks(rollout, pages, settings.server))
         metrics = ServiceMetrics(
-            plane.metrics.registry, queue=rollout.status, nodes=rollout.nodes, callbacks=callbacks.count_pending
+            plane.metrics.registry,
+            queue=rollout.count_sessions,
+            nodes=rollout.list_nodes,
+            callbacks=callbacks.count_pending,
         )
         rollout.ledger.metrics = metrics
         callbacks.on_given_up = metrics.count_failed_callback

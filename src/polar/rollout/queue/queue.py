@@ -35,16 +35,16 @@ from polar.rollout.queue.records import (
     WorkChange,
     WorkRow,
     WorkState,
-    count_parameters,
-    end_parameters,
-    lease_parameters,
+    make_count_parameters,
+    make_end_parameters,
     make_lease,
-    new_task_row,
+    make_lease_parameters,
+    make_task_parameters,
+    make_task_row,
+    make_work_parameters,
     parse_callback_url,
     restore_lease,
-    task_parameters,
     to_change,
-    work_parameters,
 )
 from polar.rollout.queue.selection import CONTROL_RATIO, SUSPECT_KILLS, SuspectRecord, select_work
 from polar.store.sql import Connection, WritingConnection
@@ -70,14 +70,14 @@ class Queue:
             new = [
                 bool(rows)
                 for rows in self._database.execute_each(
-                    db, self._sql.insert_task, [task_parameters(task, now) for task in tasks]
+                    db, self._sql.insert_task, [make_task_parameters(task, now) for task in tasks]
                 )
             ]
             known = [task for task, is_new in zip(tasks, new, strict=True) if not is_new]
             named = [{"run": task.run, "task_id": task.task_id} for task in known]
             found = iter(self._database.execute_each(db, self._sql.task, named))
             admitted = [
-                AdmittedTask(new_task_row(task, now))
+                AdmittedTask(make_task_row(task, now))
                 if is_new
                 else self._readmit(db, task, TaskRow(*next(found)[0]), now)
                 for task, is_new in zip(tasks, new, strict=True)
@@ -85,7 +85,7 @@ class Queue:
             work: list[dict[str, object]] = []
             for task, one in zip(tasks, admitted, strict=True):
                 if one.is_new:
-                    work += work_parameters(task, first)
+                    work += make_work_parameters(task, first)
                 first += task.samples
             if work:
                 db.executemany(self._sql.insert_work, work)
@@ -102,8 +102,8 @@ class Queue:
             db.execute(self._sql.keep_replaced, {**name, "cursor": known.cursor})
             db.execute(self._sql.drop_work, name)
             db.execute(self._sql.drop_task, name)
-            db.execute(self._sql.insert_task, task_parameters(task, now))
-            return AdmittedTask(new_task_row(task, now), replaced=known)
+            db.execute(self._sql.insert_task, make_task_parameters(task, now))
+            return AdmittedTask(make_task_row(task, now), replaced=known)
         same = known.digest == task.digest
         if same and task.callback_url not in (None, parse_callback_url(known.request)):
             db.execute(self._sql.redirect_callback, {**name, "request": task.request})
@@ -148,7 +148,7 @@ class Queue:
         given: set[int] = set()  # by a run of this that may have been committed, or not
 
         def lease(db: WritingConnection) -> list[tuple[Lease, TrackedLease]]:
-            held_leases = self._leases_with_kills(db, node)
+            held_leases = self._load_lease_kills(db, node)
             unknown = sorted(held_leases.keys() - known, key=_work_id)
             found = self._database.execute_each(
                 db, self._sql.leased_work, [{"work_id": held.work_id} for held in unknown]
@@ -185,7 +185,7 @@ class Queue:
         }
         return [LeaseCandidate(*row) for row in db.execute(self._sql.lease_candidates, parameters).fetchall()]
 
-    def _leases_with_kills(self, db: Connection, node: str) -> dict[LeaseId, int]:
+    def _load_lease_kills(self, db: Connection, node: str) -> dict[LeaseId, int]:
         """What a node has, and how many nodes died with it."""
         rows = db.execute(self._sql.node_leases, {"node": node}).fetchall()
         return {LeaseId(work_id, fence): kills for work_id, fence, kills in rows}
@@ -218,10 +218,10 @@ class Queue:
         back = [one for one in ended if one.reason == INTERRUPTED]
         again = [one for one in ended if one.reason in PLATFORM_REASONS]
         handed = self._database.execute_each(
-            db, self._sql.release, [{**lease_parameters(one.lease_id), "killed": 0} for one in back]
+            db, self._sql.release, [{**make_lease_parameters(one.lease_id), "killed": 0} for one in back]
         )
         tried = self._database.execute_each(
-            db, self._sql.retry, [{**lease_parameters(one.lease_id), "attempts": attempts} for one in again]
+            db, self._sql.retry, [{**make_lease_parameters(one.lease_id), "attempts": attempts} for one in again]
         )
         changes = [
             *(to_change(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)),
@@ -238,7 +238,7 @@ class Queue:
         # Two each: for its own end, and for its task's. What is not used is left out.
         first = fetch_number(db, self._sql.advance_counter, name="cursor", count=2 * len(ending)) - 2 * len(ending) + 1
         cursors = range(first, first + 2 * len(ending), 2)
-        parameters = [end_parameters(*one, cursor) for one, cursor in zip(ending, cursors, strict=True)]
+        parameters = [make_end_parameters(*one, cursor) for one, cursor in zip(ending, cursors, strict=True)]
         changes = [
             to_change(rows, state, "done", ended, cursor)
             for rows, (ended, state), cursor in zip(
@@ -246,7 +246,7 @@ class Queue:
             )
         ]
         done = [change for change in changes if change is not None]
-        counted = [count_parameters(change, time.time()) for change in done]
+        counted = [make_count_parameters(change, time.time()) for change in done]
         for change, [row] in zip(done, self._database.execute_each(db, self._sql.count_end, counted), strict=True):
             state, cursor, usable, enough, cancelled, callback = row
             if cursor is not None:
@@ -276,19 +276,19 @@ class Queue:
         it had is marked, and what has killed it is set aside (selection.py)."""
 
         def lose(db: WritingConnection) -> list[WorkChange]:
-            has = self._leases_with_kills(db, node)
+            has = self._load_lease_kills(db, node)
             convicted: list[LeaseId] = []
             if died and not any(has.values()):
                 db.execute(self._sql.add_control_death)
             elif died and len(has) == 1:
-                convicted = [held for held in has if self._suspect_record(db, held).is_proven]
+                convicted = [held for held in has if self._load_suspect_record(db, held).is_proven]
             ended = {
                 held: SessionOutcome(held.work_id, held.fence, None, reason="node_lost", node_id=node)
                 for held in sorted(has, key=_work_id)
             }
             back = [one for held, one in ended.items() if held not in convicted]
             handed = self._database.execute_each(
-                db, self._sql.release, [{**lease_parameters(one.lease_id), "killed": int(died)} for one in back]
+                db, self._sql.release, [{**make_lease_parameters(one.lease_id), "killed": int(died)} for one in back]
             )
             changes = {
                 one.lease_id: to_change(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)
@@ -303,7 +303,7 @@ class Queue:
 
         return await self._database.transact(lose)
 
-    def _suspect_record(self, db: Connection, held: LeaseId) -> SuspectRecord:
+    def _load_suspect_record(self, db: Connection, held: LeaseId) -> SuspectRecord:
         return SuspectRecord(*db.execute(self._sql.suspect_record, {"work_id": held.work_id}).fetchone())
 
     async def record_lifetimes(self, seconds: Mapping[str, float]) -> bool:
@@ -368,7 +368,7 @@ class Queue:
 
     # What there is
 
-    async def leases(self) -> list[TrackedLease]:
+    async def list_leases(self) -> list[TrackedLease]:
         """All there are: read when a server starts, when a node joins, and in doubt."""
 
         def read(db: Connection) -> list[TrackedLease]:
@@ -384,7 +384,7 @@ class Queue:
 
         return await self._database.transact(read)
 
-    async def node_leases(self, node: str) -> list[TrackedLease]:
+    async def list_node_leases(self, node: str) -> list[TrackedLease]:
         def read(db: Connection) -> list[TrackedLease]:
             held = db.execute(self._sql.node_leases, {"node": node}).fetchall()
             found = self._database.execute_each(
@@ -394,12 +394,12 @@ class Queue:
 
         return await self._database.transact(read)
 
-    async def waiting_work(self) -> list[int]:
+    async def list_waiting_work(self) -> list[int]:
         return await self._database.transact(
             lambda db: [row[0] for row in db.execute(self._sql.waiting_work).fetchall()]
         )
 
-    async def counts(self) -> dict[Lane, Counts]:
+    async def load_counts(self) -> dict[Lane, Counts]:
         """In the order of transactions, so that changes can be counted from here on."""
 
         def read(db: Connection) -> dict[Lane, Counts]:
@@ -410,48 +410,48 @@ class Queue:
 
         return await self._database.transact(read)
 
-    async def totals(self) -> dict[str, Totals]:
+    async def load_totals(self) -> dict[str, Totals]:
         def read(db: Connection) -> dict[str, Totals]:
             rows = db.execute(self._sql.totals).fetchall()
             return {run: Totals(int(tasks), int(ended), int(usable)) for run, tasks, ended, usable in rows}
 
         return await self._database.transact(read)
 
-    async def task(self, run: str, task_id: str) -> TaskRow | None:
+    async def get_task(self, run: str, task_id: str) -> TaskRow | None:
         row = await self._database.query(
             lambda db: db.execute(self._sql.task, {"run": run, "task_id": task_id}).fetchone()
         )
         return None if row is None else TaskRow(*row)
 
-    async def task_work(self, run: str, task_id: str) -> list[WorkRow]:
+    async def list_task_work(self, run: str, task_id: str) -> list[WorkRow]:
         return await self._database.fetch_rows(WorkRow, self._sql.task_work, run=run, task_id=task_id)
 
-    async def work_after(self, run: str, after: int, limit: int) -> list[WorkRow]:
+    async def list_work_after(self, run: str, after: int, limit: int) -> list[WorkRow]:
         return await self._database.fetch_rows(WorkRow, self._sql.work_after, run=run, after=after, limit=limit)
 
-    async def tasks_after(self, run: str, after: int, limit: int) -> list[TaskRow]:
+    async def list_tasks_after(self, run: str, after: int, limit: int) -> list[TaskRow]:
         return await self._database.fetch_rows(TaskRow, self._sql.tasks_after, run=run, after=after, limit=limit)
 
-    async def recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
+    async def list_recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
         return await self._database.fetch_rows(TaskRow, self._sql.recent_tasks, run=run, limit=limit)
 
-    async def tasks_awaiting_callback(self, after: int, limit: int) -> list[TaskRow]:
+    async def list_tasks_awaiting_callback(self, after: int, limit: int) -> list[TaskRow]:
         return await self._database.fetch_rows(TaskRow, self._sql.tasks_awaiting_callback, after=after, limit=limit)
 
-    async def usable_after(self, run: str, after: int, unit: ResultUnit) -> int:
+    async def count_usable_after(self, run: str, after: int, unit: ResultUnit) -> int:
         """In the order of transactions, like `counts`."""
         query = self._sql.usable_after if unit == "session" else self._sql.usable_in_tasks_after
         return await self._database.transact(lambda db: int(fetch_number(db, query, run=run, after=after)))
 
     # Runs, consumers, facts
 
-    async def runs(self) -> dict[str, str]:
+    async def load_runs(self) -> dict[str, str]:
         return dict(await self._database.query(lambda db: db.execute(self._sql.runs).fetchall()))
 
     async def save_run(self, run: str, settings: str) -> None:
         await self._database.write(self._sql.save_run, run=run, settings=settings)
 
-    async def consumers(self) -> dict[tuple[str, str], ConsumerPosition]:
+    async def load_consumers(self) -> dict[tuple[str, str], ConsumerPosition]:
         rows = await self._database.query(lambda db: db.execute(self._sql.consumers).fetchall())
         return {(run, consumer): ConsumerPosition(cursor, unit) for run, consumer, cursor, unit in rows}
 
@@ -460,11 +460,11 @@ class Queue:
             self._sql.save_consumer, run=run, consumer=consumer, cursor=position.cursor, unit=position.unit
         )
 
-    async def last_cursor(self) -> int:
+    async def read_last_cursor(self) -> int:
         """The last one given out."""
         return await self._database.transact(lambda db: fetch_number(db, self._sql.counter, name="cursor"))
 
-    async def fact(self, name: str) -> str | None:
+    async def load_fact(self, name: str) -> str | None:
         row = await self._database.query(lambda db: db.execute(self._sql.fact, {"name": name}).fetchone())
         return None if row is None else str(row[0])
 

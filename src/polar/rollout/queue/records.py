@@ -168,7 +168,7 @@ class Totals(Struct):
 # Parameters and rows
 
 
-def work_parameters(task: NewTask, first: int) -> list[dict[str, object]]:
+def make_work_parameters(task: NewTask, first: int) -> list[dict[str, object]]:
     return [
         {
             "work_id": first + sample,
@@ -182,7 +182,7 @@ def work_parameters(task: NewTask, first: int) -> list[dict[str, object]]:
     ]
 
 
-def task_parameters(task: NewTask, now: float) -> dict[str, object]:
+def make_task_parameters(task: NewTask, now: float) -> dict[str, object]:
     return {
         "run": task.run,
         "task_id": task.task_id,
@@ -195,7 +195,7 @@ def task_parameters(task: NewTask, now: float) -> dict[str, object]:
     }
 
 
-def new_task_row(task: NewTask, now: float) -> TaskRow:
+def make_task_row(task: NewTask, now: float) -> TaskRow:
     """As it is in the database when it has just come."""
     return TaskRow(
         run=task.run,
@@ -229,7 +229,7 @@ def parse_callback_url(request: str) -> str | None:
     return _decode_request(request).callback_url
 
 
-def end_parameters(ended: SessionOutcome, state: WorkState, cursor: int) -> dict[str, object]:
+def make_end_parameters(ended: SessionOutcome, state: WorkState, cursor: int) -> dict[str, object]:
     return {
         "work_id": ended.work_id,
         "fence": ended.fence,
@@ -265,7 +265,7 @@ def to_change(
     return None
 
 
-def count_parameters(change: WorkChange, now: float) -> dict[str, object]:
+def make_count_parameters(change: WorkChange, now: float) -> dict[str, object]:
     assert change.cursor is not None
     return {
         "run": change.lane.run,
@@ -276,7 +276,7 @@ def count_parameters(change: WorkChange, now: float) -> dict[str, object]:
     }
 
 
-def lease_parameters(held: LeaseId) -> dict[str, int]:
+def make_lease_parameters(held: LeaseId) -> dict[str, int]:
     return {"work_id": held.work_id, "fence": held.fence}
 
 

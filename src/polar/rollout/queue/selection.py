@@ -111,10 +111,10 @@ class SuspectRecord(Struct):
         if self.kills < ISOLATION_KILLS or self.control <= 0:
             return False
         rate = (self.control_deaths + 1) / self.control  # one more than were seen: rates of 0 are not known
-        return poisson_tail(self.kills, rate * self.exposure) < MAX_COINCIDENCE_PROBABILITY
+        return compute_poisson_tail(self.kills, rate * self.exposure) < MAX_COINCIDENCE_PROBABILITY
 
 
-def poisson_tail(events: int, expected: float) -> float:
+def compute_poisson_tail(events: int, expected: float) -> float:
     """Of so many independent events or more, where so many are expected (Poisson)."""
     term = exp(-expected)
     below = 0.0

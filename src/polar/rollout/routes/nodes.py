@@ -51,7 +51,7 @@ class NodeAck(BaseModel):
 
 
 def list_nodes(parts: ServiceParts) -> list[NodeInfo]:
-    return [NodeInfo(**msgspec.structs.asdict(node)) for node in parts.rollout.nodes()]
+    return [NodeInfo(**msgspec.structs.asdict(node)) for node in parts.rollout.list_nodes()]
 
 
 def add_routes(router: APIRouter, parts: ServiceParts) -> None:

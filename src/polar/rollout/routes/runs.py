@@ -160,7 +160,7 @@ def _add_quota_routes(router: APIRouter, parts: ServiceParts) -> None:
     @router.get("/runs", tags=["runs"], responses=error_responses())
     async def all_runs() -> Runs:
         """Every run that has quotas, or engines of its own."""
-        return Runs(runs={run: _describe_run(run, quotas) for run, quotas in rollout.quotas().items()})
+        return Runs(runs={run: _describe_run(run, quotas) for run, quotas in rollout.list_quotas().items()})
 
     @router.put("/runs/{run}", tags=["runs"], responses=error_responses(400, 413, 502, 504))
     async def set_quotas(run: Annotated[RunName, Path()], body: RunQuotas) -> RunQuotas:
@@ -178,7 +178,7 @@ def _add_quota_routes(router: APIRouter, parts: ServiceParts) -> None:
     def _describe_run(run: str, quotas: Quotas) -> RunQuotas:
         engine = rollout.engine_controller.describe_engine(run)
         shown = None if engine == RunEngine() else EngineModel(**msgspec.to_builtins(engine))
-        return RunQuotas(**msgspec.to_builtins(quotas), compat=rollout.compat(run), engine=shown)
+        return RunQuotas(**msgspec.to_builtins(quotas), compat=rollout.get_compat(run), engine=shown)
 
 
 def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
@@ -246,7 +246,7 @@ def _require_own_engines(parts: ServiceParts, run: str | None) -> str:
 
 
 def _other_nodes(parts: ServiceParts) -> list[NodeView]:
-    return [node for node in parts.rollout.nodes() if node.node_id != parts.node_id]
+    return [node for node in parts.rollout.list_nodes() if node.node_id != parts.node_id]
 
 
 def _count_running_calls(parts: ServiceParts, run: str) -> int:

@@ -94,7 +94,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     async def status() -> Status:
         """Each run's sessions by state, the nodes that are alive, and each run's engines."""
         return Status(
-            runs={run: RunCounts(**counts) for run, counts in rollout.status().items()},
+            runs={run: RunCounts(**counts) for run, counts in rollout.count_sessions().items()},
             nodes=list_nodes(parts),
             policy={run: describe_policy(parts, run) for run in rollout.engine_controller.engines.pools},
         )
@@ -130,7 +130,7 @@ async def _stream_events(listener: EventListener) -> AsyncIterator[bytes]:
         while True:
             try:
                 async with asyncio.timeout(_HEARTBEAT_SECONDS):
-                    event = await listener.next()
+                    event = await listener.wait_for_event()
             except TimeoutError:
                 yield b": still here\n\n"
                 continue

@@ -27,7 +27,7 @@ from polar.records.result import (
 from polar.records.task import TaskRequest
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.queue.records import TaskRow, WorkRow
-from polar.rollout.results import task_status
+from polar.rollout.results import get_task_status
 from polar.rollout.routes.bodies import INT64_LIMIT, Body, Name, RunName, error_responses
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RefusedTask, SubmittedTask
@@ -203,7 +203,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     ) -> ListedTasks:
         """The newest tasks, without their results; of those that fit, among the 10,000 newest."""
         filtered = any(value is not None for value in (status, harness, since))
-        rows = await rollout.recent_tasks(run, _MAX_LISTED_TASKS if filtered else limit)
+        rows = await rollout.list_recent_tasks(run, _MAX_LISTED_TASKS if filtered else limit)
         listed_tasks = [
             one
             for one in map(_listed_task, rows)
@@ -215,13 +215,13 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     async def sessions_of_task(task_id: TaskId, run: RunQuery = "default") -> ListedSessions:
         """Where each session of a task is, without its trajectory."""
         await _find_task(run, task_id)
-        rows = await rollout.task_work(run, task_id)
+        rows = await rollout.list_task_work(run, task_id)
         return ListedSessions(task_id=task_id, sessions=[_listed_session(row) for row in rows])
 
     _add_feed_route(router, parts)
 
     async def _find_task(run: str, task_id: str) -> TaskRow:
-        task = await rollout.task(run, task_id) if task_id.isprintable() else None
+        task = await rollout.get_task(run, task_id) if task_id.isprintable() else None
         if task is None:
             raise HTTPException(404, f"There is no task {task_id} in the run {run}.")
         return task
@@ -282,7 +282,7 @@ def _listed_task(row: TaskRow) -> ListedTask:
     agent = _decode_request(row.request).agent
     return ListedTask(
         task_id=row.task_id,
-        status=task_status(row),
+        status=get_task_status(row),
         harness=agent.harness,
         model=agent.model_name,
         num_samples=row.samples,
