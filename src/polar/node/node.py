@@ -1,10 +1,10 @@
-"""A gateway node: takes tasks, and runs their sessions through the stages.
+"""A gateway node: plans tasks, and runs their sessions through the stages.
 
-    plan(task) -> submit(plan, sample) -> Running -> Finished
+    plan(task) -> submit(plan, sample) -> RunningSession -> FinishedSession
 
-Sessions are independent of each other; each is one task of the event loop (session.py) that waits for its turn in each
-stage. What a node holds on the machine is found again by the next one on the same data folder (`sweep`), should this
-one die: sandboxes by their kinds, sessions that were running by the folders that they kept here.
+Sessions are independent; each is one asyncio task (session_run.py) that waits for its turn in each stage. If a node
+dies, the next one on the same data folder cleans up after it (`sweep`): runtime backends find their sandboxes, and
+scratch folders name the sessions that were running.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from polar.types import UsageTotals
 
 log = logging.getLogger(__name__)
 
-_WAITING_PER_INIT_WORKER = 2  # sessions that wait, for each that can be in INIT
+_WAITING_PER_INIT_WORKER = 2  # sessions that may queue for each INIT slot
 
 
 class RunningSession:
-    """A session that was taken in."""
+    """A submitted session, queued or in a stage."""
 
     def __init__(self, session_run: SessionRun, finished: "asyncio.Task[FinishedSession]") -> None:
         self._session_run = session_run
@@ -58,23 +58,23 @@ class RunningSession:
         return self._session_run.meter.usage_totals
 
     def cancel(self) -> bool:
-        """Ends it, in whatever stage it is: it gets the reason `cancelled`, and is torn down. False where that was
-        said before, or it is at its end."""
+        """Cancels the session in whatever stage it is: its reason becomes `cancelled`, and it is torn down. False where
+        it was cancelled before or has its verdict already."""
         return self._session_run.cancel(self.finished)
 
 
 class NodeLoad(Struct):
-    """What goes on at a node."""
+    """How many sessions are in each stage of a node, and how busy its engines are."""
 
-    waiting: int  # for their first stage
+    waiting: int  # sessions that wait for their first stage
     init: int
     ready: int
     run: int
-    postrun: int  # with those that wait for it, and those that are being torn down
-    calls: int  # at the engines
-    held: int  # calls that wait for generation to go on
+    postrun: int  # including sessions that wait for it or are being torn down
+    calls: int  # running at the engines
+    held: int  # calls that wait until generation is resumed
     paused: bool
-    tokens: int  # sampled so far, of all sessions
+    tokens: int  # sampled so far, over all sessions
 
 
 class Node:
@@ -91,7 +91,7 @@ class Node:
         gateway_url: str,
         runtime_backends: RuntimeBackends | None = None,
     ) -> None:
-        """`kinds` of runtimes in place of those that are installed."""
+        """`runtime_backends` replaces the installed ones."""
         node = settings.node
         self._settings = settings
         self._store = store
@@ -119,11 +119,11 @@ class Node:
         )
         self._submitting: set[asyncio.Task[RunningSession]] = set()
         self._running: dict[str, RunningSession] = {}
-        self._has_unrecorded = False  # there is a session whose verdict the store did not take
+        self._has_unrecorded = False  # the store lacks the verdict of a session
         self._tokens = 0  # of sessions that have ended
-        self._used = UsageTotals()  # likewise
-        self.replaced: list[str] = []  # ids of nodes that are no more, and left something here
-        self.stopped: list[str] = []  # those of them that had been told to end
+        self._used = UsageTotals()  # of sessions that have ended
+        self.replaced: list[str] = []  # ids of dead nodes that left state in the data folder
+        self.stopped: list[str] = []  # those of them that had been asked to stop
 
     @property
     def node_id(self) -> str:
@@ -131,7 +131,7 @@ class Node:
         return self._context.node_id
 
     async def available_backends(self) -> list[str]:
-        """Kinds of runtimes that work here."""
+        """Names of the runtime backends that work on this machine."""
         return await self._runtime_backends.list_available()
 
     async def __aenter__(self) -> "Node":
@@ -148,7 +148,7 @@ class Node:
         await self.close()
 
     async def sweep(self) -> list[str]:
-        """Tidies up after nodes that are no more; the sessions that were running there."""
+        """Cleans up after dead nodes. Returns the ids of the sessions that were running there."""
         await self._runtime_backends.sweep()
         lost = []
         for abandoned in self._state.iter_abandoned():
@@ -164,15 +164,15 @@ class Node:
             except SandboxError as error:
                 log.error("%s", error)
         if lost:
-            log.warning("%d sessions of a node that is no more are ended without a reward (node_lost).", len(lost))
+            log.warning("%d sessions of a dead node have ended without a reward (node_lost).", len(lost))
         return lost
 
     def mark_ending(self) -> None:
-        """This node was told to end. The next one on its folder says so to the server, should this one not come to."""
+        """Records on disk that this node was asked to stop, so that the next node on its folder can report it."""
         self._state.mark_ending()
 
     async def plan(self, task: TaskRequest) -> TaskPlan:
-        """Raises ConfigError where the task can't be run here, with what to do."""
+        """Raises ConfigError, with advice, where the task can't be run here."""
         try:
             task_plan = make_plan(task, self._settings.node)
             backend = await self._runtime_backends.get(task_plan.recipe.backend)
@@ -183,20 +183,19 @@ class Node:
         return task_plan
 
     async def wait_for_room(self) -> None:
-        """Until it makes sense to submit another session: not many wait for their first stage, and graders keep up,
-        so that no heap of finished ones waits for them."""
+        """Waits until another session should be submitted: few sessions queue for INIT, and grading keeps up."""
         context = self._context
         await context.postrun.wait_until_queue_below(context.run.size + 1)
         await context.init.wait_until_queue_below(_WAITING_PER_INIT_WORKER * context.init.size)
 
     def count_free_slots(self) -> int:
-        """How many may be submitted before the next one should wait (`room`)."""
+        """How many sessions may be submitted before `wait_for_room` would wait."""
         init = self._context.init
         return max(0, (1 + _WAITING_PER_INIT_WORKER) * init.size - init.active - init.waiting)
 
     async def submit(self, plan: TaskPlan, sample: int = 0, work_id: int | None = None) -> RunningSession:
-        """Takes a session in. It is in the store on return, and waits for its first stage. One that is on its way into
-        the store gets there, whoever waits for it. `work_id`: of the work of a rollout server that it is for."""
+        """Creates a session and queues it for its first stage. On return it is in the store; cancelling the caller does
+        not stop that. `work_id` names the rollout server's work that the session is for."""
         submitting = asyncio.get_running_loop().create_task(self._submit(plan, sample, work_id))
         self._submitting.add(submitting)
         submitting.add_done_callback(self._submitting.discard)
@@ -231,11 +230,11 @@ class Node:
         )
 
     def get_usage(self) -> UsageTotals:
-        """What all of its sessions used so far."""
+        """Token usage of all sessions so far."""
         return sum((running.usage for running in self._running.values()), self._used)
 
     async def close(self) -> None:
-        """Cancels what runs, and leaves nothing behind."""
+        """Cancels the running sessions and removes everything that the node keeps on the machine."""
         if self._submitting:
             await asyncio.wait(self._submitting)
         sessions = list(self._running.values())
@@ -245,5 +244,5 @@ class Node:
             await asyncio.wait([session.finished for session in sessions])
         await self._context.warm_pool.close()
         await self._runtime_backends.close()
-        if not self._has_unrecorded:  # else the next node ends what is open
+        if not self._has_unrecorded:  # else the next node on this folder ends the open sessions
             await asyncio.to_thread(self._state.close)

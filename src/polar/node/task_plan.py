@@ -1,4 +1,4 @@
-"""A task that can be run here: what its names stand for is found before the first of its sessions begins."""
+"""Task plans: the plug-ins and recipes behind a task's names, resolved before its first session begins."""
 
 import asyncio
 import shutil
@@ -28,7 +28,7 @@ from polar.runtimes.base import Limits, Mount, Network, RuntimeSpec
 class TaskPlan(Struct):
     task: TaskRequest
     harness: Harness
-    installed: Installation | None  # None: what the runtime has itself
+    installed: Installation | None  # None: the runtime has the harness itself
     settings: dict[str, Any]  # the harness's
     model: str
     evaluator: Evaluator | None
@@ -37,7 +37,7 @@ class TaskPlan(Struct):
 
     @property
     def private_paths(self) -> list[str]:
-        """Of the runtime: where the grader has files that the agent is not told of."""
+        """Paths in the runtime where the grader keeps files that the agent must not see."""
         runtime = self.task.runtime
         prepared = list_upload_targets(runtime.prepare)
         graders = [*getattr(self.evaluator, "private_paths", ()), *list_upload_targets(runtime.eval_prepare or [])]
@@ -55,7 +55,7 @@ class TaskPlan(Struct):
 
 
 def make_plan(task: TaskRequest, settings: NodeSettings) -> TaskPlan:
-    """Raises ConfigError, which says what of the task can't be."""
+    """Raises ConfigError, which names the field that can't be honoured."""
     agent, runtime = task.agent, task.runtime
     if runtime.gpus:
         raise ConfigError("runtime.gpus: runtimes have no GPUs here.")
@@ -67,8 +67,8 @@ def make_plan(task: TaskRequest, settings: NodeSettings) -> TaskPlan:
     installed = find_installation(cache_folder(settings.harness_cache), harness, agent.version)
     shell = agent.custom_shell
     options = agent.settings | ({} if shell is None else {"command": shell.command})
-    program = harness.build_command(task.instruction, options)[0]  # and says what is wrong with the settings
-    # An image may have the harness itself, in a version that nobody named; without one there is this machine's at most.
+    program = harness.build_command(task.instruction, options)[0]  # also validates the settings
+    # An image may contain the harness in an unknown version; without an image, only this machine's PATH can.
     elsewhere = runtime.image is not None or "PATH" in runtime.env | agent.env or shutil.which(program) is not None
     if installed is None and (agent.version is not None or (harness.package is not None and not elsewhere)):
         raise _make_not_installed_error(agent.harness)
@@ -98,14 +98,14 @@ def _list_grading_steps(task: TaskRequest) -> tuple[Step, ...]:
 
 
 def make_agent_recipe(runtime: RuntimeRequest, installed: Installation | None, settings: NodeSettings) -> RuntimeRecipe:
-    """Of a runtime that an agent will run in."""
+    """The recipe of an agent's runtime."""
     mounts = () if installed is None else (installed.mount(),)
     spec = _make_runtime_spec(runtime, runtime.effective_network, mounts, settings)
     return RuntimeRecipe(runtime.backend, spec, tuple(runtime.prepare))
 
 
 def make_prewarm_recipe(prewarm: PrewarmSettings, settings: NodeSettings) -> RuntimeRecipe:
-    """Raises ConfigError."""
+    """The recipe of a runtime that the operator wants kept ready. Raises ConfigError."""
     installed = None
     if prewarm.harness is not None:
         agent = AgentRequest(harness=prewarm.harness)
@@ -129,7 +129,7 @@ def _make_runtime_spec(
     limits = Limits(runtime.cpus, runtime.memory_mb, runtime.processes, runtime.disk_mb or settings.disk_mb)
     filtered = runtime.seccomp if isinstance(runtime.seccomp, bool) else tuple(sorted(set(runtime.seccomp)))
     if not isinstance(filtered, bool):
-        seccomp.parse_allowances(filtered)  # and says what it does not know
+        seccomp.parse_allowances(filtered)  # raises for unknown names
     return RuntimeSpec(
         image=runtime.image,
         workdir=runtime.workdir,
@@ -145,7 +145,7 @@ _MAX_PLANS = 256
 
 
 class PlanCache:
-    """Plans of the tasks that a rollout server gives to this node. Samples of a task share one."""
+    """Plans of the tasks that this node leases. Samples of a task share one plan."""
 
     def __init__(self, plan: Callable[[TaskRequest], Awaitable[TaskPlan]]) -> None:
         self._plan = plan
@@ -163,5 +163,5 @@ class PlanCache:
         try:
             return await asyncio.shield(planning)
         except Exception:
-            self._plans.pop(lease.digest, None)  # what is missing may be there the next time
+            self._plans.pop(lease.digest, None)  # the cause may be gone the next time
             raise
