@@ -213,9 +213,9 @@ class Collection:
         task, sample, verdict = self._tasks[finished.task_id], finished.sample, finished.verdict
         self._running -= 1
         if verdict.reason in PLATFORM_REASONS:
-            tried = task.failed_attempts[sample] = task.failed_attempts.get(sample, 0) + 1
-            if tried < self._max_attempts and self.exhausted_limit is None:
-                self._schedule_retry(task, sample, tried, finished)
+            attempts = task.failed_attempts[sample] = task.failed_attempts.get(sample, 0) + 1
+            if attempts < self._max_attempts and self.exhausted_limit is None:
+                self._schedule_retry(task, sample, attempts, finished)
                 return False
         if is_final(verdict):
             self._settle(task, sample, verdict)
@@ -242,8 +242,8 @@ class Collection:
     def _list_startable_samples(self, task: _CollectionTask, start: int = 0) -> Iterator[tuple[int, int, str]]:
         """What may begin now: all of a task's samples, or the next one, where it depends on its reward whether there is
         another."""
-        wanted = [sample for sample in self._list_unsettled_samples(task) if sample >= start]
-        for sample in wanted if self._min_reward is None else wanted[:1]:
+        samples = [sample for sample in self._list_unsettled_samples(task) if sample >= start]
+        for sample in samples if self._min_reward is None else samples[:1]:
             yield task.order, sample, task.id
 
     def _list_unsettled_samples(self, task: _CollectionTask) -> list[int]:
@@ -263,9 +263,9 @@ class Collection:
     def _get_stats(self, task: _CollectionTask) -> SourceStats:
         return self.stats_by_source.setdefault(str(task.plan.task.metadata["source"]), SourceStats())
 
-    def _schedule_retry(self, task: _CollectionTask, sample: int, tried: int, finished: FinishedSession) -> None:
+    def _schedule_retry(self, task: _CollectionTask, sample: int, attempts: int, finished: FinishedSession) -> None:
         pauses = backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
-        pause = [next(pauses) for _ in range(tried)][-1]
+        pause = [next(pauses) for _ in range(attempts)][-1]
         heapq.heappush(self._retries, (self._clock() + pause, task.order, sample, task.id))
         log.warning(
             "%s #%d: %s (%s). It is tried again (%d of %d).",
@@ -273,7 +273,7 @@ class Collection:
             sample,
             finished.verdict.reason,
             finished.error or finished.session_id,
-            tried + 1,
+            attempts + 1,
             self._max_attempts,
         )
 

@@ -37,8 +37,8 @@ class GraderPathProbes:
     """`before` is the workspace as the agent got it; None where it is not known."""
 
     def __init__(self, paths: Iterable[str], *, workdir: str, workspace: Path | None) -> None:
-        wanted = dict.fromkeys(form for path in paths for form in _list_path_forms(path, workdir))
-        self._unseen = [path for path in wanted if not _exists_in(workspace, path)][:_MAX_PATHS]
+        forms = dict.fromkeys(form for path in paths for form in _list_path_forms(path, workdir))
+        self._unseen = [path for path in forms if not _exists_in(workspace, path)][:_MAX_PATHS]
         self._evidence: list[Evidence] = []
         self._read_parts: set[int] = set()  # identities of requests' parts: exchanges share them
 
@@ -90,10 +90,10 @@ class GraderPathProbes:
 def _list_path_forms(path: str, workdir: str) -> Iterator[str]:
     """As it is searched for: below the workspace relative to it, so that both ways of writing it are found; and the
     hidden folders that it stands in. Words that everybody uses (`tests`, say) are left out."""
-    whole = posixpath.normpath(posixpath.join(workdir, path))
-    inside = whole.startswith(f"{workdir.rstrip('/')}/")
-    path = posixpath.relpath(whole, workdir) if inside else whole
-    if whole != "/" and ("/" in path or "." in path) and whole != workdir:
+    absolute = posixpath.normpath(posixpath.join(workdir, path))
+    inside = absolute.startswith(f"{workdir.rstrip('/')}/")
+    path = posixpath.relpath(absolute, workdir) if inside else absolute
+    if absolute != "/" and ("/" in path or "." in path) and absolute != workdir:
         yield path
     steps = path.split("/")
     for count in range(1, len(steps)):
@@ -134,13 +134,13 @@ def _decode_json(data: bytes, otherwise: Any = None) -> Any:
 def _join_strings(document: Any) -> str:
     """All strings of it, a line or more each: one search is enough, however many an agent makes them."""
     strings: list[str] = []
-    waiting = [document]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            strings.append(one)
-        elif isinstance(one, dict):
-            waiting.extend((*one, *one.values()))
-        elif isinstance(one, list):
-            waiting.extend(one)
+    pending = [document]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            strings.append(value)
+        elif isinstance(value, dict):
+            pending.extend((*value, *value.values()))
+        elif isinstance(value, list):
+            pending.extend(value)
     return "\n".join(strings)

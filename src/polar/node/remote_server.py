@@ -65,10 +65,10 @@ class RemoteServer:
         await self._http.close()
 
     async def join(self, request: JoinRequest) -> JoinResponse:
-        joined = await self._post("/nodes/join", request, JoinResponse)
+        response = await self._post("/nodes/join", request, JoinResponse)
         # A connection whose other end is gone without a word must not cost us our leases.
-        self._beat_seconds = min(joined.beat + joined.term / 2, _RESPONSE_SECONDS)
-        return joined
+        self._beat_seconds = min(response.beat + response.term / 2, _RESPONSE_SECONDS)
+        return response
 
     async def lease(self, node_id: str, holding: list[LeaseId], room: int) -> list[Lease]:
         return await self._post(_build_path(node_id, "lease"), {"holding": holding, "room": room}, list[Lease])
@@ -117,8 +117,8 @@ def _build_path(node_id: str, what: str) -> str:
 
 def _read_detail(answer: bytes) -> str:
     try:
-        found = msgspec.json.decode(answer)
-        return str(found["detail"])
+        document = msgspec.json.decode(answer)
+        return str(document["detail"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return answer[:200].decode(errors="replace")
 

@@ -62,15 +62,15 @@ class AllowedHosts:
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port
-            same = URL(url)  # what is checked must be what is connected to
-            connected = (same.host or "").lower(), same.explicit_port
+            parsed = URL(url)  # what is checked must be what is connected to
+            parsed_address = (parsed.host or "").lower(), parsed.explicit_port
         except ValueError:
             return f"callback_url is no address: {url!r}"
         if parts.scheme not in ("http", "https") or not host or not url.isprintable():
             return "callback_url must begin with http:// or https:// and name a host"
         if "@" in parts.netloc or "\\" in url:
             return "callback_url must not hold a name or a password"
-        if connected != (host, port):
+        if parsed_address != (host, port):
             return "callback_url can't be read in one way only"
         default = 443 if parts.scheme == "https" else 80
         bracketed = f"[{host}]" if ":" in host else host
@@ -155,18 +155,18 @@ class Callbacks:
     def _start_delivery(self, run: str, task_id: str) -> None:
         key = run, task_id
         if key not in self._deliveries:
-            self._deliveries[key] = telling = asyncio.create_task(self._deliver(run, task_id))
-            telling.add_done_callback(lambda _: self._forget(key, telling))
+            self._deliveries[key] = delivery = asyncio.create_task(self._deliver(run, task_id))
+            delivery.add_done_callback(lambda _: self._forget(key, delivery))
 
-    def _forget(self, key: tuple[str, str], telling: "asyncio.Task[None]") -> None:
-        if self._deliveries.get(key) is telling:  # and not one that was begun anew
+    def _forget(self, key: tuple[str, str], delivery: "asyncio.Task[None]") -> None:
+        if self._deliveries.get(key) is delivery:  # and not one that was begun anew
             del self._deliveries[key]
 
     def _restart_delivery(self, run: str, task_id: str) -> None:
         """At the address that the task names now, without waiting for the next try at the old one."""
-        telling = self._deliveries.pop((run, task_id), None)
-        if telling is not None:
-            telling.cancel()
+        delivery = self._deliveries.pop((run, task_id), None)
+        if delivery is not None:
+            delivery.cancel()
         self._start_delivery(run, task_id)
 
     async def _deliver(self, run: str, task_id: str) -> None:
@@ -208,7 +208,9 @@ class Callbacks:
             "Idempotency-Key": make_idempotency_key(task),
             "X-Polar-Attempt": str(attempt),
         }
-        shown = urlsplit(url)._replace(query="", fragment="").geturl()  # a secret of the receiver's may stand there
+        public_url = (
+            urlsplit(url)._replace(query="", fragment="").geturl()
+        )  # a secret of the receiver's may stand there
         async with self._host_limits.setdefault(urlsplit(url).netloc, asyncio.Semaphore(MAX_POSTS_PER_HOST)):
             try:
                 async with self._http.post(
@@ -217,8 +219,8 @@ class Callbacks:
                     status = response.status
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-                return f"{shown} can't be reached: {why}", False
-        return (None if 200 <= status < 300 else f"{shown} answered {status}"), status in _REFUSAL_STATUSES
+                return f"{public_url} can't be reached: {why}", False
+        return (None if 200 <= status < 300 else f"{public_url} answered {status}"), status in _REFUSAL_STATUSES
 
 
 def make_idempotency_key(task: TaskRow) -> str:

@@ -119,9 +119,9 @@ class ResultPages:
         of their sessions that do."""
         rows, last = await self._wait_for_ended(run, after, wait, limit, unit, suspicious)
         opening = b'{"results":['
-        cursor, size, cut = after, 0, False
-        async with contextlib.aclosing(self._render_rows(rows, builder, suspicious)) as several:
-            async for pieces in several:
+        cursor, size, truncated = after, 0, False
+        async with contextlib.aclosing(self._render_rows(rows, builder, suspicious)) as batches:
+            async for pieces in batches:
                 chunks = []
                 for piece, end_cursor, _ in pieces:
                     chunks += [opening, piece]
@@ -132,9 +132,9 @@ class ResultPages:
                         break
                 yield b"".join(chunks)
                 if size >= MAX_PAGE_BYTES and opening:
-                    cut = True
+                    truncated = True
                     break
-        yield (b"" if size else opening) + b'],"cursor":%d}' % (cursor if cut else last)
+        yield (b"" if size else opening) + b'],"cursor":%d}' % (cursor if truncated else last)
 
     async def stream_status(
         self, task: TaskRow, *, results: bool, cancelled_sessions: int | None = None
@@ -159,21 +159,21 @@ class ResultPages:
             for row in rows[:_MAX_LISTED_SESSIONS]
         ]
         yield _encode(document)[:-1] + b',"results":['
-        held = _HeldBackCount()
+        held_back = _HeldBackCount()
         if results:
-            async for piece in self._render_ended(rows, None, held):
+            async for piece in self._render_ended(rows, None, held_back):
                 yield piece
-        yield b'],"usable_sessions":%d}' % (task.usable - held.sessions)
+        yield b'],"usable_sessions":%d}' % (task.usable - held_back.sessions)
 
     async def render_tree(self, task: TaskRow) -> bytes:
         """The token tree over all sessions of a task that there are by now."""
         rows = [row for row in await self._rows.list_task_work(task.run, task.task_id) if row.summary is not None]
-        left, tree = iter(rows), GroupTree(self.checker)
-        async for some in self._store.read_sessions([row.session_id for row in rows]):
-            for one, row in zip(some, left, strict=False):
-                if one.session is not None and row.summary is not None and _find_problem(row, one) is None:
-                    ended_session = apply_outcome(one.session, _decode_outcome(row.summary))
-                    await asyncio.to_thread(tree.add, ended_session, one.exchanges)
+        remaining, tree = iter(rows), GroupTree(self.checker)
+        async for batch in self._store.read_sessions([row.session_id for row in rows]):
+            for record, row in zip(batch, remaining, strict=False):
+                if record.session is not None and row.summary is not None and _find_problem(row, record) is None:
+                    ended_session = apply_outcome(record.session, _decode_outcome(row.summary))
+                    await asyncio.to_thread(tree.add, ended_session, record.exchanges)
         return await asyncio.to_thread(lambda: _encode(wire.tree_to_dict(tree.build())))
 
     async def _wait_for_ended(
@@ -190,13 +190,13 @@ class ResultPages:
             )
             if rows:
                 after = rows[-1].cursor or after
-                if passing := [row for row in rows if _matches_filter(row, suspicious)]:
-                    return passing, after
+                if matching := [row for row in rows if _matches_filter(row, suspicious)]:
+                    return matching, after
                 continue
-            left = deadline - now()
-            if left <= 0 or self._rows.closing:
+            remaining = deadline - now()
+            if remaining <= 0 or self._rows.closing:
                 return rows, after
-            await self._rows.wait_for_results(run, after, left, unit)
+            await self._rows.wait_for_results(run, after, remaining, unit)
 
     async def _render_rows(
         self, rows: Sequence[WorkRow | TaskRow], builder: str | None, suspicious: SuspiciousFilter
@@ -205,13 +205,13 @@ class ResultPages:
             yield results
         for task in rows:
             if isinstance(task, TaskRow):
-                held = _HeldBackCount()
-                async for piece in self._render_group(task, builder, suspicious, held):
+                held_back = _HeldBackCount()
+                async for piece in self._render_group(task, builder, suspicious, held_back):
                     yield [_Piece(piece, None)]
-                yield [_Piece(b'],"usable":%d}' % (task.usable - held.sessions), task.cursor)]
+                yield [_Piece(b'],"usable":%d}' % (task.usable - held_back.sessions), task.cursor)]
 
     async def _render_group(
-        self, task: TaskRow, builder: str | None, suspicious: SuspiciousFilter, held: "_HeldBackCount"
+        self, task: TaskRow, builder: str | None, suspicious: SuspiciousFilter, held_back: "_HeldBackCount"
     ) -> AsyncIterator[bytes]:
         """But for its end."""
         rows = await self._rows.list_task_work(task.run, task.task_id)
@@ -224,33 +224,37 @@ class ResultPages:
             "cursor": task.cursor,
         }
         yield _encode(document)[:-1] + b',"results":['
-        async for piece in self._render_ended([row for row in rows if _matches_filter(row, suspicious)], builder, held):
+        async for piece in self._render_ended(
+            [row for row in rows if _matches_filter(row, suspicious)], builder, held_back
+        ):
             yield piece
 
     async def _render_ended(
-        self, rows: list[WorkRow], builder: str | None, held: "_HeldBackCount"
+        self, rows: list[WorkRow], builder: str | None, held_back: "_HeldBackCount"
     ) -> AsyncIterator[bytes]:
         """Of those that have ended."""
         separator = b""
         async for results in self._render_sessions([row for row in rows if row.summary is not None], builder):
-            held.sessions += sum(result.is_held_back for result in results)
+            held_back.sessions += sum(result.is_held_back for result in results)
             yield separator + b",".join(result.data for result in results)
             separator = b","
 
     async def _render_sessions(self, rows: list[WorkRow], builder: str | None) -> AsyncIterator[_Pieces]:
         """records.result.SessionResult of each, and its place among the others: as many at a time as the store reads in
         one go, since going from thread to thread takes longer than making a short one."""
-        left = iter(rows)
-        async for some in self._store.read_sessions([row.session_id for row in rows]):
-            views = [await self._gather_inputs(row, one, builder) for one, row in zip(some, left, strict=False)]
-            yield await asyncio.to_thread(_build_all, views, self.checker)
+        remaining = iter(rows)
+        async for batch in self._store.read_sessions([row.session_id for row in rows]):
+            inputs = [
+                await self._gather_inputs(row, record, builder) for record, row in zip(batch, remaining, strict=False)
+            ]
+            yield await asyncio.to_thread(_build_all, inputs, self.checker)
 
     async def _gather_inputs(self, row: WorkRow, recorded: SessionRecord, builder: str | None) -> _ResultInputs:
         assert row.summary is not None
-        ended = _decode_outcome(row.summary)
-        known = None if ended.builder is None else ResultForm(ended.builder, ended.mask_traces)
-        form = known or await self._get_result_form(row)
-        return _ResultInputs(row, ended, form if builder is None else ResultForm(builder, form.mask_traces), recorded)
+        outcome = _decode_outcome(row.summary)
+        stored_form = None if outcome.builder is None else ResultForm(outcome.builder, outcome.mask_traces)
+        form = stored_form or await self._get_result_form(row)
+        return _ResultInputs(row, outcome, form if builder is None else ResultForm(builder, form.mask_traces), recorded)
 
     async def _get_result_form(self, row: WorkRow) -> ResultForm:
         """As the task has it."""
@@ -268,28 +272,28 @@ def _matches_filter(row: WorkRow | TaskRow, suspicious: SuspiciousFilter) -> boo
     return is_suspicious(_decode_outcome(row.summary).evidence) == (suspicious == "only")
 
 
-def _build_all(views: list[_ResultInputs], checker: SessionChecker) -> _Pieces:
-    return [_build_result(view, checker) for view in views]
+def _build_all(inputs: list[_ResultInputs], checker: SessionChecker) -> _Pieces:
+    return [_build_result(item, checker) for item in inputs]
 
 
-def _build_result(view: _ResultInputs, checker: SessionChecker) -> _Piece:
-    row, ended, form = view.row, view.ended, view.form
-    session, exchanges = view.recorded.session, view.recorded.exchanges
-    problem = _find_problem(row, view.recorded)
+def _build_result(inputs: _ResultInputs, checker: SessionChecker) -> _Piece:
+    row, outcome, form = inputs.row, inputs.ended, inputs.form
+    session, exchanges = inputs.recorded.session, inputs.recorded.exchanges
+    problem = _find_problem(row, inputs.recorded)
     is_held = False
     if problem is not None:
         log.error("Session %s can't be told of: %s", row.session_id, problem)
-        result = render_failed_result(row.task_id, row.sample, ended, "session_unreadable", problem)
+        result = render_failed_result(row.task_id, row.sample, outcome, "session_unreadable", problem)
     else:
         try:
-            result = render_ended_result(row.task_id, row.sample, ended, form, session, exchanges, checker)
-        except HeldBackError as held:
-            is_held = ended.reason is None
-            result = render_failed_result(row.task_id, row.sample, ended, held.reason, str(held), session)
+            result = render_ended_result(row.task_id, row.sample, outcome, form, session, exchanges, checker)
+        except HeldBackError as held_back:
+            is_held = outcome.reason is None
+            result = render_failed_result(row.task_id, row.sample, outcome, held_back.reason, str(held_back), session)
         except Exception as error:  # a builder may be anybody's; what one session does to it must not hide the others
             log.exception("The builder %s failed at session %s", form.builder, row.session_id)
             why = f"The builder {form.builder} failed: {error!r}"
-            result = render_failed_result(row.task_id, row.sample, ended, "build_failed", why)
+            result = render_failed_result(row.task_id, row.sample, outcome, "build_failed", why)
     result["metadata"]["run"] = row.run
     return _Piece(_encode({"cursor": row.cursor, "sample": row.sample, **result}), row.cursor, is_held)
 
@@ -301,8 +305,8 @@ def _find_problem(row: WorkRow, recorded: SessionRecord) -> str | None:
         return recorded.damage
     if session is None:
         return None if row.session_id is None else "the store does not have the session"
-    whose = session.run, session.metadata.get("task_id")
-    return None if whose == (row.run, row.task_id) else "the session is another task's"
+    owner = session.run, session.metadata.get("task_id")
+    return None if owner == (row.run, row.task_id) else "the session is another task's"
 
 
 def _was_cancelled(row: WorkRow, task: TaskRow) -> bool:

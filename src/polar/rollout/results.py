@@ -46,8 +46,8 @@ class ResultForm(msgspec.Struct, frozen=True):
 
 def parse_result_form(request: str) -> ResultForm:
     """`request` is a TaskRequest, as JSON."""
-    read = _decode_request(request)
-    return ResultForm(read.builder.strategy, read.semantics.mask_traces)
+    parsed = _decode_request(request)
+    return ResultForm(parsed.builder.strategy, parsed.semantics.mask_traces)
 
 
 def get_task_status(task: TaskRow) -> TaskState:
@@ -58,7 +58,7 @@ def get_task_status(task: TaskRow) -> TaskState:
 def render_ended_result(
     task_id: str,
     sample: int,
-    ended: SessionOutcome,
+    outcome: SessionOutcome,
     form: ResultForm,
     session: Session | None,
     exchanges: Sequence[Exchange],
@@ -66,55 +66,61 @@ def render_ended_result(
 ) -> dict[str, Any]:
     """What the rollout server keeps of a session's end, together with what the store has of it: nothing, where it
     ended before it began. Raises HeldBackError where the session fails the check."""
-    known = _build_session(task_id, sample, ended, session)
-    built = build_trajectory(known, exchanges, form.builder, checker)
-    item = SessionItem(known.summary, built.session_paths, built.trajectory, list(exchanges), calls=built.calls)
-    return _render(item, sample, ended, form, has_session=session is not None)
+    session_with_outcome = _build_session(task_id, sample, outcome, session)
+    built = build_trajectory(session_with_outcome, exchanges, form.builder, checker)
+    item = SessionItem(
+        session_with_outcome.summary, built.session_paths, built.trajectory, list(exchanges), calls=built.calls
+    )
+    return _render(item, sample, outcome, form, has_session=session is not None)
 
 
 def render_failed_result(
-    task_id: str, sample: int, ended: SessionOutcome, reason: str, error: str, session: Session | None = None
+    task_id: str, sample: int, outcome: SessionOutcome, reason: str, error: str, session: Session | None = None
 ) -> dict[str, Any]:
     """Of a session whose traces can't be made, or must not be handed on: there is no use in its reward without them."""
-    failed = msgspec.structs.replace(ended, reward=None, reason=reason, error=error)
-    known = _build_session(task_id, sample, failed, session)
-    nothing = Trajectory(known.session_id, TRACE_BUILDER, [], [], TokenCounts(0, 0, 0), None, reason)
-    item = SessionItem(known.summary, SessionPaths(known.session_id, [], None, reason), nothing)
+    failed = msgspec.structs.replace(outcome, reward=None, reason=reason, error=error)
+    session_with_outcome = _build_session(task_id, sample, failed, session)
+    empty_trajectory = Trajectory(
+        session_with_outcome.session_id, TRACE_BUILDER, [], [], TokenCounts(0, 0, 0), None, reason
+    )
+    item = SessionItem(
+        session_with_outcome.summary, SessionPaths(session_with_outcome.session_id, [], None, reason), empty_trajectory
+    )
     return _render(item, sample, failed, ResultForm(), has_session=session is not None)
 
 
-def _build_session(task_id: str, sample: int, ended: SessionOutcome, session: Session | None) -> Session:
-    known = apply_outcome(session or Session(ended.session_id or f"{task_id}#{sample}", b"", 0.0), ended)
-    known.metadata = {**known.metadata, "task_id": task_id}
-    return known
+def _build_session(task_id: str, sample: int, outcome: SessionOutcome, session: Session | None) -> Session:
+    with_outcome = apply_outcome(session or Session(outcome.session_id or f"{task_id}#{sample}", b"", 0.0), outcome)
+    with_outcome.metadata = {**with_outcome.metadata, "task_id": task_id}
+    return with_outcome
 
 
 def _render(
-    item: SessionItem, sample: int, ended: SessionOutcome, form: ResultForm, *, has_session: bool
+    item: SessionItem, sample: int, outcome: SessionOutcome, form: ResultForm, *, has_session: bool
 ) -> dict[str, Any]:
     result = render_session_result(
         item,
-        stages=ended.seconds,
-        error=ended.error,
-        outcome=ended.outcome,
-        detail=ended.detail or None,
+        stages=outcome.seconds,
+        error=outcome.error,
+        outcome=outcome.outcome,
+        detail=outcome.detail or None,
         mask_traces=form.mask_traces,
     )
     if not has_session:
-        result["metadata"]["timing"] = {"stages": ended.seconds}
-    result["node_id"] = ended.node_id or result["node_id"]
+        result["metadata"]["timing"] = {"stages": outcome.seconds}
+    result["node_id"] = outcome.node_id or result["node_id"]
     result["metadata"] |= {
         "sample": sample,
-        "turns": ended.turns,
-        "sampled_tokens": ended.tokens,
-        "oldest_version": ended.oldest_version,
-        "newest_version": ended.newest_version,
-        "lag": ended.lag,
-        "stale": ended.stale,
+        "turns": outcome.turns,
+        "sampled_tokens": outcome.tokens,
+        "oldest_version": outcome.oldest_version,
+        "newest_version": outcome.newest_version,
+        "lag": outcome.lag,
+        "stale": outcome.stale,
     }
     return result
 
 
-def apply_outcome(session: Session, ended: SessionOutcome) -> Session:
+def apply_outcome(session: Session, outcome: SessionOutcome) -> Session:
     """With the verdict that counts: what a node said of the session in time."""
-    return msgspec.structs.replace(session, reward=ended.reward, reason=ended.reason, evidence=ended.evidence)
+    return msgspec.structs.replace(session, reward=outcome.reward, reason=outcome.reason, evidence=outcome.evidence)

@@ -108,10 +108,10 @@ class QueueDatabase:
         """From here on this one writes, and no earlier one."""
         sql = load_queue_sql(store.parameter_style)
 
-        def take(db: WritingConnection) -> int:
+        def advance_epoch(db: WritingConnection) -> int:
             return fetch_number(db, sql.advance_counter, name="epoch", count=1)
 
-        return cls(store, await store.transact(take))
+        return cls(store, await store.transact(advance_epoch))
 
     @property
     def is_uncertain(self) -> bool:
@@ -128,7 +128,7 @@ class QueueDatabase:
     async def transact(self, work: Callable[[WritingConnection], T]) -> T:
         runs = 0
 
-        def guarded(db: WritingConnection) -> T:
+        def check_epoch_and_run(db: WritingConnection) -> T:
             nonlocal runs
             runs += 1
             if fetch_number(db, self.sql.lock_counter, name="epoch") != self.epoch:
@@ -136,7 +136,7 @@ class QueueDatabase:
             return work(db)
 
         try:
-            return await self._store.transact(guarded)
+            return await self._store.transact(check_epoch_and_run)
         except BaseException:  # and yet it may be written
             self.uncertain_commits += 1
             raise
@@ -153,8 +153,8 @@ class QueueDatabase:
         """The rows of each. PostgreSQL gets all statements before the first answer is waited for; SQLite is better off
         with one after the other."""
         if self._store.parameter_style == "named":
-            return [db.execute(query, one).fetchall() for one in parameters]
-        return [cursor.fetchall() for cursor in [db.execute(query, one) for one in parameters]]
+            return [db.execute(query, values).fetchall() for values in parameters]
+        return [cursor.fetchall() for cursor in [db.execute(query, values) for values in parameters]]
 
     async def fetch_rows(self, make_row: Callable[..., T], query: str, **parameters: object) -> list[T]:
         return await self.query(lambda db: [make_row(*row) for row in db.execute(query, parameters).fetchall()])

@@ -67,24 +67,24 @@ class Queue:
         def insert(db: WritingConnection) -> list[AdmittedTask]:
             samples = sum(task.samples for task in tasks)
             first = fetch_number(db, self._sql.advance_counter, name="work", count=samples) - samples + 1
-            new = [
+            is_new_task = [
                 bool(rows)
                 for rows in self._database.execute_each(
                     db, self._sql.insert_task, [make_task_parameters(task, now) for task in tasks]
                 )
             ]
-            known = [task for task, is_new in zip(tasks, new, strict=True) if not is_new]
-            named = [{"run": task.run, "task_id": task.task_id} for task in known]
-            found = iter(self._database.execute_each(db, self._sql.task, named))
+            known = [task for task, is_new in zip(tasks, is_new_task, strict=True) if not is_new]
+            names = [{"run": task.run, "task_id": task.task_id} for task in known]
+            rows_of_known = iter(self._database.execute_each(db, self._sql.task, names))
             admitted = [
                 AdmittedTask(make_task_row(task, now))
                 if is_new
-                else self._readmit(db, task, TaskRow(*next(found)[0]), now)
-                for task, is_new in zip(tasks, new, strict=True)
+                else self._readmit(db, task, TaskRow(*next(rows_of_known)[0]), now)
+                for task, is_new in zip(tasks, is_new_task, strict=True)
             ]
             work: list[dict[str, object]] = []
-            for task, one in zip(tasks, admitted, strict=True):
-                if one.is_new:
+            for task, admitted_task in zip(tasks, admitted, strict=True):
+                if admitted_task.is_new:
                     work += make_work_parameters(task, first)
                 first += task.samples
             if work:
@@ -145,32 +145,34 @@ class Queue:
     ) -> list[tuple[Lease, TrackedLease]]:
         """So many more for a node, and those that it has without knowing; nothing of tasks for which it is unfit."""
         known = set(holding)
-        given: set[int] = set()  # by a run of this that may have been committed, or not
+        granted: set[int] = set()  # by a run of this that may have been committed, or not
 
         def lease(db: WritingConnection) -> list[tuple[Lease, TrackedLease]]:
             held_leases = self._load_lease_kills(db, node)
             unknown = sorted(held_leases.keys() - known, key=_work_id)
-            found = self._database.execute_each(
-                db, self._sql.leased_work, [{"work_id": held.work_id} for held in unknown]
+            rows = self._database.execute_each(
+                db, self._sql.leased_work, [{"work_id": lease_id.work_id} for lease_id in unknown]
             )
-            again = [restore_lease(rows[0], node) for rows in found]
-            is_rerun = any(held.work_id in given for held in unknown)
-            heads = partial(self._fetch_candidates, db)
-            chosen = (
+            repeated = [restore_lease(rows[0], node) for rows in rows]
+            is_rerun = any(lease_id.work_id in granted for lease_id in unknown)
+            fetch_candidates = partial(self._fetch_candidates, db)
+            selected = (
                 []
                 if is_rerun
-                else select_work(heads, allowances, room - len(again), slots, held_leases.values(), unrunnable)
+                else select_work(
+                    fetch_candidates, allowances, room - len(repeated), slots, held_leases.values(), unrunnable
+                )
             )
-            given.update(head.work_id for head, _ in chosen)
-            if chosen:
+            granted.update(candidate.work_id for candidate, _ in selected)
+            if selected:
                 db.executemany(
                     self._sql.lease,
                     [
-                        {"work_id": head.work_id, "node": node, "version": allowance.version}
-                        for head, allowance in chosen
+                        {"work_id": candidate.work_id, "node": node, "version": allowance.version}
+                        for candidate, allowance in selected
                     ],
                 )
-            return [*again, *(make_lease(head, allowance, node) for head, allowance in chosen)]
+            return [*repeated, *(make_lease(candidate, allowance, node) for candidate, allowance in selected)]
 
         return await self._database.transact(lease)
 
@@ -190,42 +192,49 @@ class Queue:
         rows = db.execute(self._sql.node_leases, {"node": node}).fetchall()
         return {LeaseId(work_id, fence): kills for work_id, fence, kills in rows}
 
-    async def finish(self, ended: Sequence[SessionOutcome], attempts: int) -> list[FinishResult]:
+    async def finish(self, outcomes: Sequence[SessionOutcome], attempts: int) -> list[FinishResult]:
         """Only the last lease of some work can end it; told again, that is answered the same."""
 
         def finish(db: WritingConnection) -> list[FinishResult]:
-            changes = self._retry(db, ended, attempts)
-            ending = [one for one in ended if one.lease_id not in changes]
-            for one in ending:
-                if one.reason == INTERRUPTED:  # and its task was cancelled meanwhile
-                    one.reason = "cancelled"
-            for one, change in zip(ending, self._finish_work(db, [(one, "leased") for one in ending]), strict=True):
+            changes = self._retry(db, outcomes, attempts)
+            final = [outcome for outcome in outcomes if outcome.lease_id not in changes]
+            for outcome in final:
+                if outcome.reason == INTERRUPTED:  # and its task was cancelled meanwhile
+                    outcome.reason = "cancelled"
+            for outcome, change in zip(
+                final, self._finish_work(db, [(outcome, "leased") for outcome in final]), strict=True
+            ):
                 if change is not None:
-                    changes[one.lease_id] = change
+                    changes[outcome.lease_id] = change
             return [
-                FinishResult("taken", changes[one.lease_id])
-                if one.lease_id in changes
-                else FinishResult(self._repeat_status(db, one))
-                for one in ended
+                FinishResult("taken", changes[outcome.lease_id])
+                if outcome.lease_id in changes
+                else FinishResult(self._repeat_status(db, outcome))
+                for outcome in outcomes
             ]
 
         return await self._database.transact(finish)
 
     def _retry(
-        self, db: WritingConnection, ended: Sequence[SessionOutcome], attempts: int
+        self, db: WritingConnection, outcomes: Sequence[SessionOutcome], attempts: int
     ) -> dict[LeaseId, WorkChange]:
         """Those that are the platform's fault, and may be tried again."""
-        back = [one for one in ended if one.reason == INTERRUPTED]
-        again = [one for one in ended if one.reason in PLATFORM_REASONS]
-        handed = self._database.execute_each(
-            db, self._sql.release, [{**make_lease_parameters(one.lease_id), "killed": 0} for one in back]
+        interrupted = [outcome for outcome in outcomes if outcome.reason == INTERRUPTED]
+        failed = [outcome for outcome in outcomes if outcome.reason in PLATFORM_REASONS]
+        released = self._database.execute_each(
+            db, self._sql.release, [{**make_lease_parameters(outcome.lease_id), "killed": 0} for outcome in interrupted]
         )
-        tried = self._database.execute_each(
-            db, self._sql.retry, [{**make_lease_parameters(one.lease_id), "attempts": attempts} for one in again]
+        retried = self._database.execute_each(
+            db,
+            self._sql.retry,
+            [{**make_lease_parameters(outcome.lease_id), "attempts": attempts} for outcome in failed],
         )
         changes = [
-            *(to_change(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)),
-            *(to_change(rows, "leased", "waiting", one) for one, rows in zip(again, tried, strict=True)),
+            *(
+                to_change(rows, "leased", "queued", outcome)
+                for outcome, rows in zip(interrupted, released, strict=True)
+            ),
+            *(to_change(rows, "leased", "waiting", outcome) for outcome, rows in zip(failed, retried, strict=True)),
         ]
         return {change.outcome.lease_id: change for change in changes if change is not None}
 
@@ -238,73 +247,84 @@ class Queue:
         # Two each: for its own end, and for its task's. What is not used is left out.
         first = fetch_number(db, self._sql.advance_counter, name="cursor", count=2 * len(ending)) - 2 * len(ending) + 1
         cursors = range(first, first + 2 * len(ending), 2)
-        parameters = [make_end_parameters(*one, cursor) for one, cursor in zip(ending, cursors, strict=True)]
+        parameters = [make_end_parameters(*item, cursor) for item, cursor in zip(ending, cursors, strict=True)]
         changes = [
-            to_change(rows, state, "done", ended, cursor)
-            for rows, (ended, state), cursor in zip(
+            to_change(rows, state, "done", outcome, cursor)
+            for rows, (outcome, state), cursor in zip(
                 self._database.execute_each(db, self._sql.finish, parameters), ending, cursors, strict=True
             )
         ]
-        done = [change for change in changes if change is not None]
-        counted = [make_count_parameters(change, time.time()) for change in done]
-        for change, [row] in zip(done, self._database.execute_each(db, self._sql.count_end, counted), strict=True):
+        finished = [change for change in changes if change is not None]
+        count_parameters = [make_count_parameters(change, time.time()) for change in finished]
+        for change, [row] in zip(
+            finished, self._database.execute_each(db, self._sql.count_end, count_parameters), strict=True
+        ):
             state, cursor, usable, enough, cancelled, callback = row
             if cursor is not None:
                 change.ended_task = EndedTask(change.lane.run, change.task_id, state, cursor, callback is not None)
             elif enough is not None and usable >= enough and cancelled is None:
                 change.triggers_early_stop = True
-        stopped = {(change.lane.run, change.task_id): change for change in reversed(done) if change.triggers_early_stop}
+        stopped = {
+            (change.lane.run, change.task_id): change for change in reversed(finished) if change.triggers_early_stop
+        }
         for (run, task_id), change in stopped.items():
             change.cancelled_work = self._cancel(db, run, task_id, "early_stop")
         return changes
 
-    def _repeat_status(self, db: Connection, ended: SessionOutcome) -> FinishStatus:
+    def _repeat_status(self, db: Connection, outcome: SessionOutcome) -> FinishStatus:
         """To one who says it again, or too late. Work of that fence that is neither leased nor done was given back, by
         its node or because that was lost: an end that gives it back was heard, another one never will be."""
-        row = db.execute(self._sql.work, {"work_id": ended.work_id}).fetchone()
+        row = db.execute(self._sql.work, {"work_id": outcome.work_id}).fetchone()
         if row is None:
             return "lost"
         work = WorkRow(*row)
         if work.state == "done":
-            heard = work.session_id == ended.session_id
+            was_accepted = work.session_id == outcome.session_id
         else:
-            heard = work.state != "leased" and (ended.reason == INTERRUPTED or ended.reason in PLATFORM_REASONS)
-        return "taken" if heard and work.fence == ended.fence else "lost"
+            was_accepted = work.state != "leased" and (
+                outcome.reason == INTERRUPTED or outcome.reason in PLATFORM_REASONS
+            )
+        return "taken" if was_accepted and work.fence == outcome.fence else "lost"
 
     async def release_leases(self, node: str, *, died: bool) -> list[WorkChange]:
         """All that a node had, which is no more: others may have it. `died`: nobody had told it to end, so that what
         it had is marked, and what has killed it is set aside (selection.py)."""
 
-        def lose(db: WritingConnection) -> list[WorkChange]:
-            has = self._load_lease_kills(db, node)
+        def release(db: WritingConnection) -> list[WorkChange]:
+            kills_by_lease = self._load_lease_kills(db, node)
             convicted: list[LeaseId] = []
-            if died and not any(has.values()):
+            if died and not any(kills_by_lease.values()):
                 db.execute(self._sql.add_control_death)
-            elif died and len(has) == 1:
-                convicted = [held for held in has if self._load_suspect_record(db, held).is_proven]
-            ended = {
-                held: SessionOutcome(held.work_id, held.fence, None, reason="node_lost", node_id=node)
-                for held in sorted(has, key=_work_id)
+            elif died and len(kills_by_lease) == 1:
+                convicted = [
+                    lease_id for lease_id in kills_by_lease if self._load_suspect_record(db, lease_id).is_proven
+                ]
+            outcomes = {
+                lease_id: SessionOutcome(lease_id.work_id, lease_id.fence, None, reason="node_lost", node_id=node)
+                for lease_id in sorted(kills_by_lease, key=_work_id)
             }
-            back = [one for held, one in ended.items() if held not in convicted]
-            handed = self._database.execute_each(
-                db, self._sql.release, [{**make_lease_parameters(one.lease_id), "killed": int(died)} for one in back]
+            returned = [outcome for lease_id, outcome in outcomes.items() if lease_id not in convicted]
+            released = self._database.execute_each(
+                db,
+                self._sql.release,
+                [{**make_lease_parameters(outcome.lease_id), "killed": int(died)} for outcome in returned],
             )
             changes = {
-                one.lease_id: to_change(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)
+                outcome.lease_id: to_change(rows, "leased", "queued", outcome)
+                for outcome, rows in zip(returned, released, strict=True)
             }
-            ending = [one for held, one in ended.items() if changes.get(held) is None]
-            for one in ending:  # else it was cancelled, and so nobody tries again
-                one.reason, one.error = (
-                    ("node_killer", _KILLER_ERROR) if one.lease_id in convicted else ("cancelled", None)
+            ending = [outcome for lease_id, outcome in outcomes.items() if changes.get(lease_id) is None]
+            for outcome in ending:  # else it was cancelled, and so nobody tries again
+                outcome.reason, outcome.error = (
+                    ("node_killer", _KILLER_ERROR) if outcome.lease_id in convicted else ("cancelled", None)
                 )
-            finished = self._finish_work(db, [(one, "leased") for one in ending])
+            finished = self._finish_work(db, [(outcome, "leased") for outcome in ending])
             return [change for change in (*changes.values(), *finished) if change is not None]
 
-        return await self._database.transact(lose)
+        return await self._database.transact(release)
 
-    def _load_suspect_record(self, db: Connection, held: LeaseId) -> SuspectRecord:
-        return SuspectRecord(*db.execute(self._sql.suspect_record, {"work_id": held.work_id}).fetchone())
+    def _load_suspect_record(self, db: Connection, lease_id: LeaseId) -> SuspectRecord:
+        return SuspectRecord(*db.execute(self._sql.suspect_record, {"work_id": lease_id.work_id}).fetchone())
 
     async def record_lifetimes(self, seconds: Mapping[str, float]) -> bool:
         """That nodes have lived so much longer, for the cases against marked work. False where there is none."""
@@ -325,28 +345,28 @@ class Queue:
     async def retract_kills(self, work_ids: Iterable[int]) -> None:
         """Takes back a death that was none: the node lives."""
 
-        def acquit(db: WritingConnection) -> None:
+        def retract(db: WritingConnection) -> None:
             for work_id in work_ids:
                 db.execute(self._sql.retract_kill, {"work_id": work_id})
 
-        await self._database.transact(acquit)
+        await self._database.transact(retract)
 
     async def requeue(self, work_ids: Iterable[int]) -> list[Lane]:
         """Work that waited for another try; in which lanes some is queued now."""
 
-        def go_on(db: WritingConnection) -> list[Lane]:
-            found = []
+        def requeue(db: WritingConnection) -> list[Lane]:
+            lanes = []
             for work_id in work_ids:
-                found += [Lane(*row) for row in db.execute(self._sql.requeue, {"work_id": work_id}).fetchall()]
-            return found
+                lanes += [Lane(*row) for row in db.execute(self._sql.requeue, {"work_id": work_id}).fetchall()]
+            return lanes
 
-        return await self._database.transact(go_on)
+        return await self._database.transact(requeue)
 
     async def delete_ended_tasks(self, cursor: int, limit: int) -> int:
         """Drops up to `limit` tasks that ended by the cursor, with their sessions, and up to `limit` sessions of tasks
         that ended by then and were run again. Returns how many tasks and such sessions there were."""
 
-        def forget(db: WritingConnection) -> int:
+        def delete(db: WritingConnection) -> int:
             tasks = db.execute(self._sql.tasks_ended_up_to, {"cursor": cursor, "limit": limit}).fetchall()
             for run, task_id in tasks:
                 task = {"run": run, "task_id": task_id}
@@ -360,7 +380,7 @@ class Queue:
                 db.execute(self._sql.drop_replaced, {"session_id": session_id})
             return len(tasks) + len(replaced)
 
-        return await self._database.transact(forget)
+        return await self._database.transact(delete)
 
     def _drop_session(self, db: WritingConnection, session_id: str) -> None:
         db.execute(self._sql.drop_exchanges, {"session_id": session_id})
@@ -372,25 +392,25 @@ class Queue:
         """All there are: read when a server starts, when a node joins, and in doubt."""
 
         def read(db: Connection) -> list[TrackedLease]:
-            found: list[TrackedLease] = []
+            leases: list[TrackedLease] = []
             while True:
-                after = found[-1].lease_id.work_id if found else 0
+                after = leases[-1].lease_id.work_id if leases else 0
                 rows = db.execute(self._sql.leases, {"after": after, "limit": 1000}).fetchall()
                 if not rows:
-                    return found
+                    return leases
                 for work_id, fence, run, lane, task_id, node, version, cancelled, request in rows:
-                    held = LeaseId(work_id, fence)
-                    found.append(TrackedLease(held, Lane(run, lane), task_id, node, version, cancelled, request))
+                    lease_id = LeaseId(work_id, fence)
+                    leases.append(TrackedLease(lease_id, Lane(run, lane), task_id, node, version, cancelled, request))
 
         return await self._database.transact(read)
 
     async def list_node_leases(self, node: str) -> list[TrackedLease]:
         def read(db: Connection) -> list[TrackedLease]:
-            held = db.execute(self._sql.node_leases, {"node": node}).fetchall()
-            found = self._database.execute_each(
-                db, self._sql.leased_work, [{"work_id": work_id} for work_id, *_ in held]
+            lease_id = db.execute(self._sql.node_leases, {"node": node}).fetchall()
+            rows = self._database.execute_each(
+                db, self._sql.leased_work, [{"work_id": work_id} for work_id, *_ in lease_id]
             )
-            return [restore_lease(rows[0], node)[1] for rows in found]
+            return [restore_lease(rows[0], node)[1] for rows in rows]
 
         return await self._database.transact(read)
 
@@ -403,10 +423,10 @@ class Queue:
         """In the order of transactions, so that changes can be counted from here on."""
 
         def read(db: Connection) -> dict[Lane, Counts]:
-            found: dict[Lane, Counts] = {}
+            counts: dict[Lane, Counts] = {}
             for state, run, lane, count in db.execute(self._sql.counts).fetchall():
-                setattr(found.setdefault(Lane(run, lane), Counts()), state, count)
-            return found
+                setattr(counts.setdefault(Lane(run, lane), Counts()), state, count)
+            return counts
 
         return await self._database.transact(read)
 
@@ -472,5 +492,5 @@ class Queue:
         await self._database.write(self._sql.save_fact, name=name, value=value)
 
 
-def _work_id(held: LeaseId) -> int:
-    return held.work_id
+def _work_id(lease_id: LeaseId) -> int:
+    return lease_id.work_id

@@ -229,39 +229,45 @@ def parse_callback_url(request: str) -> str | None:
     return _decode_request(request).callback_url
 
 
-def make_end_parameters(ended: SessionOutcome, state: WorkState, cursor: int) -> dict[str, object]:
+def make_end_parameters(outcome: SessionOutcome, state: WorkState, cursor: int) -> dict[str, object]:
     return {
-        "work_id": ended.work_id,
-        "fence": ended.fence,
+        "work_id": outcome.work_id,
+        "fence": outcome.fence,
         "state": state,
-        "session_id": ended.session_id,
-        "usable": int(ended.reason is None),
-        "summary": msgspec.json.encode(ended).decode(),
+        "session_id": outcome.session_id,
+        "usable": int(outcome.reason is None),
+        "summary": msgspec.json.encode(outcome).decode(),
         "cursor": cursor,
     }
 
 
-def make_lease(head: LeaseCandidate, allowance: LeaseAllowance, node: str) -> tuple[Lease, TrackedLease]:
-    lane, fence = allowance.lane, head.fence + 1
+def make_lease(candidate: LeaseCandidate, allowance: LeaseAllowance, node: str) -> tuple[Lease, TrackedLease]:
+    lane, fence = allowance.lane, candidate.fence + 1
     lease = Lease(
-        work_id=head.work_id,
+        work_id=candidate.work_id,
         fence=fence,
         run=lane.run,
-        task_id=head.task_id,
-        sample=head.sample,
-        attempt=head.attempt,
-        digest=head.digest.hex(),
-        request=Raw(head.request.encode()),
+        task_id=candidate.task_id,
+        sample=candidate.sample,
+        attempt=candidate.attempt,
+        digest=candidate.digest.hex(),
+        request=Raw(candidate.request.encode()),
     )
-    return lease, TrackedLease(lease.lease_id, lane, head.task_id, node, allowance.version, None, head.request)
+    return lease, TrackedLease(
+        lease.lease_id, lane, candidate.task_id, node, allowance.version, None, candidate.request
+    )
 
 
 def to_change(
-    rows: Sequence[Sequence[Any]], was: WorkState, became: WorkState, ended: SessionOutcome, cursor: int | None = None
+    rows: Sequence[Sequence[Any]],
+    old_state: WorkState,
+    new_state: WorkState,
+    outcome: SessionOutcome,
+    cursor: int | None = None,
 ) -> WorkChange | None:
     """Of the row (run, task_id, sample, lane) that was changed, if one was."""
     for run, task_id, sample, lane in rows:
-        return WorkChange(Lane(run, lane), task_id, sample, was, became, ended, cursor)
+        return WorkChange(Lane(run, lane), task_id, sample, old_state, new_state, outcome, cursor)
     return None
 
 
@@ -276,8 +282,8 @@ def make_count_parameters(change: WorkChange, now: float) -> dict[str, object]:
     }
 
 
-def make_lease_parameters(held: LeaseId) -> dict[str, int]:
-    return {"work_id": held.work_id, "fence": held.fence}
+def make_lease_parameters(lease_id: LeaseId) -> dict[str, int]:
+    return {"work_id": lease_id.work_id, "fence": lease_id.fence}
 
 
 def restore_lease(row: Sequence[Any], node: str) -> tuple[Lease, TrackedLease]:

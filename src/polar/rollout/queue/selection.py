@@ -63,39 +63,39 @@ def select_work(
         if limit <= 0:
             continue
         limit += _LOOKAHEAD * bool(unrunnable)  # what the node can run may stand behind what it can't
-        found = fetch_candidates(allowance.lane, limit, ANY_KILLS)
-        if any(head.kills for head in found):  # they may not be let in
+        candidates = fetch_candidates(allowance.lane, limit, ANY_KILLS)
+        if any(candidate.kills for candidate in candidates):  # they may not be let in
             for most_kills in (ISOLATION_KILLS - 1, SUSPECT_KILLS - 1, 0):
-                found += fetch_candidates(allowance.lane, limit, most_kills)
-        heads += [(head, allowance) for head in found]
-    chosen: dict[int, tuple[LeaseCandidate, LeaseAllowance]] = {}
-    left = {allowance.lane.run: allowance.max_sessions for allowance in allowances}
-    for head, allowance in sorted(heads, key=lambda one: (one[0].rank, one[1].running, one[0].work_id)):
-        if len(chosen) >= room:
+                candidates += fetch_candidates(allowance.lane, limit, most_kills)
+        heads += [(candidate, allowance) for candidate in candidates]
+    selected: dict[int, tuple[LeaseCandidate, LeaseAllowance]] = {}
+    remaining = {allowance.lane.run: allowance.max_sessions for allowance in allowances}
+    for candidate, allowance in sorted(heads, key=lambda entry: (entry[0].rank, entry[1].running, entry[0].work_id)):
+        if len(selected) >= room:
             break
         run = allowance.lane.run
-        if head.work_id in chosen or left[run] <= 0 or (run, head.task_id) in unrunnable:
+        if candidate.work_id in selected or remaining[run] <= 0 or (run, candidate.task_id) in unrunnable:
             continue
-        if head.kills >= ISOLATION_KILLS:
-            if not held_kills and not chosen:
-                return [(head, allowance)]
+        if candidate.kills >= ISOLATION_KILLS:
+            if not held_kills and not selected:
+                return [(candidate, allowance)]
             if allowance.is_isolation_node:
                 break
             continue
-        if head.kills:
-            if not may_share_node([*marked, head.kills], slots):
+        if candidate.kills:
+            if not may_share_node([*marked, candidate.kills], slots):
                 continue
-            marked.append(head.kills)
-        left[run] -= 1
-        chosen[head.work_id] = head, allowance
-    return list(chosen.values())
+            marked.append(candidate.kills)
+        remaining[run] -= 1
+        selected[candidate.work_id] = candidate, allowance
+    return list(selected.values())
 
 
 def may_share_node(kills: Sequence[int], slots: int) -> bool:
     """Whether these may run at a node at the same time, under each of which so many nodes have died. Where one of them
     is a suspect, ever fewer, so that those who were only nearby are soon cleared."""
-    most = max(kills)
-    return most < SUSPECT_KILLS or len(kills) <= max(1, slots >> 2 * (most - SUSPECT_KILLS + 1))
+    max_kills = max(kills)
+    return max_kills < SUSPECT_KILLS or len(kills) <= max(1, slots >> 2 * (max_kills - SUSPECT_KILLS + 1))
 
 
 class SuspectRecord(Struct):
@@ -117,16 +117,16 @@ class SuspectRecord(Struct):
 def compute_poisson_tail(events: int, expected: float) -> float:
     """Of so many independent events or more, where so many are expected (Poisson)."""
     term = exp(-expected)
-    below = 0.0
+    lower = 0.0
     for number in range(events):
-        below += term
+        lower += term
         term *= expected / (number + 1)
-    if below < 0.5:
-        return 1 - below
+    if lower < 0.5:
+        return 1 - lower
     # Summed from here on up: the difference from 1 would be rounding.
-    above, number = 0.0, events
-    while term > above * 1e-12 and term > 0:
-        above += term
+    upper, number = 0.0, events
+    while term > upper * 1e-12 and term > 0:
+        upper += term
         number += 1
         term *= expected / number
-    return above
+    return upper
