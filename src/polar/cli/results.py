@@ -1,4 +1,4 @@
-"""polar results: what came of tasks at a server, in the order in which they ended."""
+"""polar results: prints a server's results in the order in which they ended."""
 
 import asyncio
 import contextlib
@@ -19,29 +19,35 @@ from polar.client.async_client import ClientError, RawResult, Results
 from polar.errors import ConfigError
 from polar.records.result import ResultUnit, SuspiciousFilter
 
-_ACKNOWLEDGE_SECONDS = 5.0  # seconds for telling the server what was taken, when interrupted
+_ACKNOWLEDGE_SECONDS = 5.0  # for acknowledging results when interrupted
 
 
 @click.command("results")
 @server_options
-@click.option("--after", type=click.IntRange(0), metavar="CURSOR", help="only those that ended later")
-@click.option("--unit", type=click.Choice(get_args(ResultUnit)), default="session", show_default=True)
-@click.option("--builder", help="of the trajectories [default: as the tasks say]")
+@click.option("--after", type=click.IntRange(0), metavar="CURSOR", help="Print only results behind this cursor.")
+@click.option(
+    "--unit",
+    type=click.Choice(get_args(ResultUnit)),
+    default="session",
+    show_default=True,
+    help="Print a result for each session, or for each group of a task's sessions.",
+)
+@click.option("--builder", help="Build trajectories with this builder [default: the task's].")
 @click.option(
     "--suspicious",
     type=click.Choice(get_args(SuspiciousFilter)),
     default="keep",
     show_default=True,
-    help="keep sessions with proven tampering, show only those, or exclude them",
+    help="Keep sessions with proven tampering, print only those, or exclude them.",
 )
-@click.option("--consumer", metavar="NAME", help="go on where this one was, which the server remembers")
-@click.option("--follow", is_flag=True, help="wait for further ones, until interrupted")
-@click.option("--json", "as_json", is_flag=True, help="a line of JSON for each")
+@click.option("--consumer", metavar="NAME", help="Continue from the cursor that the server stores for this consumer.")
+@click.option("--follow", is_flag=True, help="Wait for further results until interrupted.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each result.")
 @click.option(
     "-o",
     "output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="write JSON lines to a file; behind what is in it, with --after or --consumer",
+    help="Write JSON lines to a file; append to it with --after or --consumer.",
 )
 def command(
     config_path: Path | None,
@@ -57,7 +63,7 @@ def command(
     as_json: bool,
     output: Path | None,
 ) -> None:
-    """Everything that has ended, with its reward; trajectories as JSON."""
+    """Print ended sessions with their rewards, or complete results as JSON."""
 
     async def show() -> None:
         async with connect_client(config_path, server, token, run_name) as client:
@@ -84,9 +90,9 @@ def command(
 
 
 async def _consume(results: Results[RawResult], handle: Callable[[RawResult], None], *, show_status: bool) -> int:
-    """How many. `waits`: nothing is seen of the results themselves, so that their number is shown."""
+    """Passes each result to `handle`. Returns how many there were. `show_status` shows their number meanwhile."""
     console = Console(stderr=True)
-    seen = 0
+    count = 0
     with (
         console.status("waiting for results")
         if show_status and console.is_terminal
@@ -95,15 +101,15 @@ async def _consume(results: Results[RawResult], handle: Callable[[RawResult], No
         try:
             async for result in results:
                 handle(result)
-                seen += 1
+                count += 1
                 if status is not None:
-                    status.update(f"{format_count(seen, 'result')}, up to {result.cursor}")
-        except asyncio.CancelledError:  # interrupted: what was told is taken
+                    status.update(f"{format_count(count, 'result')}, up to {result.cursor}")
+        except asyncio.CancelledError:  # interrupted: acknowledge what was handled
             with contextlib.suppress(ClientError, TimeoutError):
                 async with asyncio.timeout(_ACKNOWLEDGE_SECONDS):
                     await results.acknowledge()
             raise
-    return seen
+    return count
 
 
 async def _print_table(results: Results[RawResult], unit: str, consumer: str | None) -> None:
@@ -120,7 +126,7 @@ async def _print_table(results: Results[RawResult], unit: str, consumer: str | N
 
 
 def _later_hint(results: Results[RawResult], consumer: str | None) -> str:
-    """How to get those that follow, where the server does not remember it."""
+    """How to get later results, where the server does not store the cursor."""
     return "" if consumer is not None or results.cursor is None else f"Later ones: --after {results.cursor}"
 
 
@@ -129,7 +135,7 @@ def _decode_result(result: RawResult, unit: str) -> results_view.EndedSession | 
 
 
 def _line_writer(file: BinaryIO) -> Callable[[RawResult], None]:
-    """Each line is where it belongs before the next result is asked for, which tells the server that it is."""
+    """Writes and flushes each line before the next result is requested, which acknowledges this one."""
 
     def write(result: RawResult) -> None:
         file.write(result.data + b"\n")

@@ -1,4 +1,4 @@
-"""polar status: what goes on at a server."""
+"""polar status: prints the state of a server or of a task."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ _STAGES = ("init", "ready", "run", "postrun")
 def command(
     config_path: Path | None, server: str | None, token: str | None, run_name: str, as_json: bool, task_id: str | None
 ) -> None:
-    """Runs with their queues, and nodes with their load; or how far one TASK of the run is."""
+    """Print the queues of the runs and the load of the nodes, or the progress of one TASK."""
 
     async def show() -> None:
         async with connect_client(config_path, server, token, run_name) as client:
@@ -68,12 +68,14 @@ async def _show_task(client: AsyncClient, task_id: str, as_json: bool) -> None:
 
 
 def _session_table(sessions: list[TaskSession]) -> Table:
-    """Of a task that runs: where each of its sessions is."""
+    """The sessions of a running task, and where each of them is."""
     table = Table()
     for column in ("sample", "state", "retries", "node"):
         table.add_column(column)
-    for one in sessions:
-        table.add_row(str(one.sample), one.state, str(one.attempt), Text(escape_controls(one.node or "")))
+    for session in sessions:
+        table.add_row(
+            str(session.sample), session.state, str(session.attempt), Text(escape_controls(session.node or ""))
+        )
     return table
 
 

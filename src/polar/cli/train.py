@@ -1,4 +1,4 @@
-"""polar train: reinforcement learning over the rollout service, from one file of settings."""
+"""polar train: trains a model by reinforcement learning over the rollout service."""
 
 import asyncio
 import contextlib
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @click.command("train")
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--output", help="the folder of everything that is kept; one with a run in it is taken up")
-@click.option("--steps", type=click.IntRange(1), help="instead of the settings' own")
-@click.option("--seed", type=click.IntRange(0), help="instead of the settings' own")
+@click.option("--output", help="Keep the run in this folder; resume the run that is in it.")
+@click.option("--steps", type=click.IntRange(1), help="Train for this many steps [default: from the settings].")
+@click.option("--seed", type=click.IntRange(0), help="Set the seed [default: from the settings].")
 @log_options
 @json_option
 def command(
@@ -43,7 +43,7 @@ def command(
     log_level: LogLevel | None,
     as_json: bool,
 ) -> int:
-    """Train the model of CONFIG on its tasks. A run that was interrupted goes on where it was: start it again."""
+    """Train the model of CONFIG on its tasks. Repeat the command to resume an interrupted run."""
     start_logging(Settings(), log_format, log_level)
     return run_async(_train(config, None if output is None else os.path.abspath(output), steps, seed, as_json))
 

@@ -49,7 +49,7 @@ def check_verdict(verdict: Verdict, *, in_live_runtime: bool) -> Verdict:
 
 
 def to_printable(document: Any) -> Any:
-    """Makes a verdict's detail storable: undecodable bytes (an agent's file names) are escaped, long lists truncated."""
+    """Makes a verdict's detail storable: escapes undecodable bytes (an agent's file names), truncates long lists."""
     if isinstance(document, str):
         return document.encode(errors="backslashreplace").decode()
     if isinstance(document, dict):

@@ -1,6 +1,6 @@
-"""What is queued, running and done, counted as it changes; and who waits for some of it.
+"""The ledger: counts of queued, running and ended work, and those who wait for work or results.
 
-All of it can be counted anew from the database, and is from time to time.
+All counts can be recomputed from the database, and are from time to time.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from polar.rollout.queue.records import Counts, Lane, TaskRow, Totals, WorkChang
 
 
 class QueueMetrics(Protocol):
-    """Who counts what happens (telemetry.ServiceMetrics)."""
+    """Metrics of the queue (telemetry.ServiceMetrics)."""
 
     def count_leased(self, count: int) -> None: ...
 
@@ -31,7 +31,7 @@ class QueueMetrics(Protocol):
 
 
 class NoMetrics:
-    """A watcher that does not look."""
+    """Metrics that count nothing."""
 
     def count_leased(self, count: int) -> None: ...
 
@@ -53,12 +53,12 @@ class Ledger:
         self.lanes: dict[Lane, Counts] = {}
         self.totals: defaultdict[str, Totals] = defaultdict(Totals)
         self.untaken: defaultdict[str, int] = defaultdict(int)  # graded sessions that no consumer has taken, by run
-        self._last_cursor: defaultdict[tuple[str, ResultUnit], int] = defaultdict(int)  # cursors
+        self._last_cursor: defaultdict[tuple[str, ResultUnit], int] = defaultdict(int)
         self._readers: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)  # by run
-        self.closed = False  # nobody is to wait any more
+        self.closed = False  # waits return at once
         self._idle_nodes: dict[
             asyncio.Future[None], frozenset[str]
-        ] = {}  # nodes that wait, and the lanes they can serve
+        ] = {}  # waiting nodes, and the lanes that each can serve
 
     def get_counts(self, lane: Lane) -> Counts:
         return self.lanes.setdefault(lane, Counts())
@@ -77,7 +77,7 @@ class Ledger:
         self._events.publish("task.submitted", run=lane.run, task_id=task_id, samples=samples)
 
     def forget_ended_task(self, task: TaskRow) -> None:
-        """An ended task is run again: what it came to is not counted any more."""
+        """Takes an ended task out of the totals, because it is run again."""
         totals = self.totals[task.run]
         totals.tasks -= 1
         totals.ended -= task.ended
@@ -129,7 +129,7 @@ class Ledger:
         for other in change.cancelled_work:
             self.record_change(other)
 
-    # Those who wait for results
+    # Readers that wait for results
 
     def _wake_readers(self, run: str, unit: ResultUnit, cursor: int | None) -> None:
         self._last_cursor[run, unit] = max(self._last_cursor[run, unit], cursor or 0)
@@ -138,18 +138,18 @@ class Ledger:
                 reader.set_result(None)
 
     def wake_all_readers(self) -> None:
-        """Everybody: there may be something that nobody was told of."""
+        """Wakes every reader: results may have been missed."""
         for readers in self._readers.values():
             for reader in readers:
                 if not reader.done():
                     reader.set_result(None)
 
     async def wait_for_results(self, run: str, after: int, seconds: float, unit: ResultUnit) -> None:
-        """Until there may be something beyond `after`."""
+        """Waits until there may be results beyond `after`, or `seconds` have passed."""
         if self.closed:
             return
         if self._last_cursor[run, unit] > after:
-            await asyncio.sleep(0.02)  # whoever looks and finds nothing all the same is not to look without end
+            await asyncio.sleep(0.02)  # keeps a reader that finds nothing from polling in a busy loop
             return
         waiter = asyncio.get_running_loop().create_future()
         self._readers[run].add(waiter)
@@ -164,10 +164,10 @@ class Ledger:
             if not waiter.done():
                 waiter.set_result(None)
 
-    # Those who wait for work
+    # Nodes that wait for work
 
     async def wait_for_work(self, lanes: frozenset[str], seconds: float) -> None:
-        """Until there may be work in one of these lanes, or so many seconds."""
+        """Waits until there may be work in one of these lanes, or `seconds` have passed."""
         waiter = asyncio.get_running_loop().create_future()
         self._idle_nodes[waiter] = lanes
         try:
@@ -176,8 +176,8 @@ class Ledger:
             self._idle_nodes.pop(waiter, None)
 
     def notify_work(self) -> None:
-        """Wakes as many nodes as there is work for, those first who have waited longest. Whoever then gets all that it
-        has room for says so, and the next are woken."""
+        """Wakes as many nodes as there is work for, the longest waiting first. A node whose room is filled calls this
+        again, so that the next ones are woken."""
         queued: defaultdict[str, int] = defaultdict(int)
         for lane, counts in self.lanes.items():
             queued[lane.name] += counts.queued

@@ -1,9 +1,9 @@
 """The rollout service without its HTTP.
 
     trainers ─► RolloutService ─► Queue (the database: the truth) ◄─ LeaseManager ◄─ nodes
-                    Ledger: what is counted, and who waits        EngineController ─► engines and policy, at every node
+                    Ledger: counts, and who waits for them        EngineController ─► engines and policy, at every node
 
-What is in memory here can be made anew from the database by the next start.
+All state in memory can be rebuilt from the database.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 _RECOUNT_SECONDS = 60.0
 _CHECKS_PER_TERM = 4
-"""Looks for silent nodes in the time after which a silent node is lost."""
+"""Checks for silent nodes within the time after which a silent node is lost."""
 _RETENTION_MARKS = 100
-"""In the time that results are kept."""
+"""Within the time that results are kept."""
 _MAX_DELETED_TASKS = 50
-"""In one transaction: others write meanwhile."""
+"""In one transaction, so that other writers don't wait for long."""
 _RETENTION_FACT = "retention"
 
 
@@ -75,8 +75,8 @@ class RolloutService:
         versions: Callable[[], Awaitable[dict[str, int]]],
         check: Callable[[TaskRequest], Awaitable[None]] | None = None,
     ) -> None:
-        """`replicas` are those of the configuration, `versions` tells what they hold. `check` raises ConfigError where
-        a task can't be run."""
+        """`replicas` are those of the configuration; `versions` loads their policy versions. `check` raises ConfigError
+        where a task can't be run."""
         self._store = store
         self._settings = settings
         self._store_id = store_id
@@ -85,20 +85,20 @@ class RolloutService:
         self._check = check
         self.events = EventBus()
         self.ledger = Ledger(self.events)
-        self.superseded = asyncio.Event()  # another server has taken over
-        self.failed = asyncio.Event()  # something that it can't do without has ended
+        self.superseded = asyncio.Event()  # another server has taken over the database
+        self.failed = asyncio.Event()  # a task that the service needs has failed
         self._database: QueueDatabase
         self._queue: Queue
         self._run_registry: RunRegistry
         self._consumers: dict[tuple[str, str], ConsumerPosition] = {}
-        self._admission_lock = asyncio.Lock()  # what may be queued is looked at and used up by one at a time
+        self._admission_lock = asyncio.Lock()  # checks the queue's quota and uses it in one step
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "RolloutService":
         database = self._database = await QueueDatabase.open(self._store)
         queue = self._queue = Queue(database)
         runs = {run: RunSettings.decode(text) for run, text in (await queue.load_runs()).items()}
-        versions = await self._versions()  # only now: until then an older server may have set others
+        versions = await self._versions()  # after `open`: until then an older server may have changed them
         self._run_registry = RunRegistry(self._replicas, versions, runs, database.epoch << 32, self._store_id)
         self.lease_manager = LeaseManager(
             queue,
@@ -116,7 +116,7 @@ class RolloutService:
         )
         await queue.requeue(await queue.list_waiting_work())
         self._consumers = await queue.load_consumers()
-        database.uncertain_commits += 1  # nothing was counted yet
+        database.uncertain_commits += 1  # forces the first count
         await self._recount()
         self._schedule(0, self._maintain)
         if self._settings.retention_hours is not None:
@@ -134,7 +134,7 @@ class RolloutService:
         return self.ledger.closed
 
     def close(self) -> None:
-        """Whoever waits for something is answered; the rest is for the end of the context."""
+        """Answers everyone who waits. The rest is done when the context ends."""
         self.ledger.close()
         self.events.close()
         self.lease_manager.wake_all()
@@ -142,7 +142,7 @@ class RolloutService:
     # Tasks
 
     async def submit(self, tasks: list[TaskRequest]) -> list[SubmittedTask | RefusedTask]:
-        """Each by itself. Told twice, a task is there once; what it means is decided here."""
+        """Submits each task independently. Submitting is idempotent. A task's semantics are fixed here."""
         tasks = [task.with_semantics(self._get_semantics(task.run)) for task in tasks]
         answers: dict[int, SubmittedTask | RefusedTask] = {}
         new_tasks: dict[int, NewTask] = {}
@@ -159,7 +159,7 @@ class RolloutService:
             admitted = await self._queue.submit(list(new_tasks.values())) if new_tasks else []
             for (number, new), admitted_task in zip(new_tasks.items(), admitted, strict=True):
                 if admitted_task.row.digest != new.digest:
-                    error = f"Task {new.task_id} is there already, with other content: give it another task_id."
+                    error = f"A different task with the id {new.task_id} already exists: use another task_id."
                     answers[number] = RefusedTask(new.task_id, 409, error)
                     continue
                 answers[number] = SubmittedTask(new.task_id, get_task_status(admitted_task.row))
@@ -188,31 +188,29 @@ class RolloutService:
         max_queued = self._run_registry.get_quotas(task.run).max_queued
         queued = self.ledger.sum_counts(task.run).queued + admitted_samples if max_queued is not None else 0
         if max_queued is not None and task.num_samples > max_queued:
-            error = (
-                f"It has {task.num_samples} samples, more than the run may have queued ({max_queued}): raise its quota."
-            )
+            error = f"The task has {task.num_samples} samples; run {task.run} may queue {max_queued}: raise its quota."
             return RefusedTask(task.task_id, 422, error)
         if max_queued is not None and queued + task.num_samples > max_queued:
             known = await self._queue.get_task(task.run, task.task_id)
             if known is not None and (known.state == "running" or task.semantics.resubmit_ended == "keep"):
-                return None  # it is in already
-            error = f"Run {task.run} has {queued} sessions queued, and may have {max_queued}: try again later."
+                return None  # it is queued already
+            error = f"Run {task.run} has {queued} sessions queued and may have {max_queued}: try again later."
             return RefusedTask(task.task_id, 429, error, retry_after=self._settings.beat_seconds)
         return None
 
     async def list_recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
-        """The newest first."""
+        """Newest first."""
         return await self._queue.list_recent_tasks(run, limit)
 
     async def get_task(self, run: str, task_id: str) -> TaskRow | None:
         return await self._queue.get_task(run, task_id)
 
     async def list_task_work(self, run: str, task_id: str) -> list[WorkRow]:
-        """One for each sample."""
+        """One row for each sample."""
         return await self._queue.list_task_work(run, task_id)
 
     async def cancel(self, run: str, task_id: str, reason: str = "cancelled") -> int | None:
-        """How many sessions it ends, now or soon; None where there is no such task."""
+        """Cancels a task. Returns how many of its sessions end, now or soon; None where there is no such task."""
         changes = await self._queue.cancel(run, task_id, reason)
         if changes is None:
             return None
@@ -229,11 +227,11 @@ class RolloutService:
         return await self._queue.list_tasks_after(run, after, limit)
 
     async def wait_for_results(self, run: str, after: int, seconds: float, unit: ResultUnit) -> None:
-        """Until there may be something beyond `after`."""
+        """Waits until there may be results beyond `after`, or `seconds` have passed."""
         await self.ledger.wait_for_results(run, after, seconds, unit)
 
     async def update_consumer(self, run: str, consumer: str, cursor: int | None, unit: ResultUnit) -> int:
-        """Remembers up to where a consumer has taken everything; without a cursor, tells it."""
+        """Records that a consumer has taken all results up to `cursor`. Returns its cursor."""
         known = self._consumers.get((run, consumer), ConsumerPosition(0, unit))
         if cursor is None or (position := ConsumerPosition(cursor, unit)) == known:
             return known.cursor
@@ -244,7 +242,7 @@ class RolloutService:
         return cursor
 
     async def list_tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]:
-        """Ended tasks whose callback is not acknowledged, by the cursor of their end."""
+        """Ended tasks whose callback is not acknowledged, ordered by cursor."""
         return await self._queue.list_tasks_awaiting_callback(after, limit)
 
     async def finish_callback(self, run: str, task_id: str, *, acknowledged: bool = True) -> None:
@@ -260,7 +258,7 @@ class RolloutService:
         self.ledger.notify_work()
 
     async def set_compat(self, run: str, compat: Compat | None) -> None:
-        """Whose meaning the run's tasks have that are submitted from now on; None: the server's."""
+        """Sets the semantics of tasks that are submitted to the run from now on; None: the server's."""
         settings = self._run_registry.get_settings(run)
         settings.compat = compat
         await self._queue.save_run(run, settings.encode())
@@ -272,7 +270,7 @@ class RolloutService:
         return {run: settings.quotas for run, settings in self._run_registry.runs.items()}
 
     def count_sessions(self) -> dict[str, dict[str, int]]:
-        """By run: sessions in each state."""
+        """Sessions in each state, by run."""
         status = {}
         for run in sorted({DEFAULT_RUN, *self.ledger.totals, *(lane.run for lane in self.ledger.lanes)}):
             counts, totals = self.ledger.sum_counts(run), self.ledger.totals[run]
@@ -293,27 +291,27 @@ class RolloutService:
         views = [member.to_view() for member in self.lease_manager.members.values()]
         return [view for view in views if view is not None and view.slots]
 
-    # Looking after it
+    # Maintenance
 
     async def _recount_if_uncertain(self) -> None:
         if self._database.is_uncertain:
             await self._recount()
 
     async def _recount(self) -> None:
-        """From time to time; and all that is in memory, where the queue is in doubt."""
+        """Recounts the queue; where a commit is uncertain, also restores everything else from the database."""
         uncertain_commits = self._database.uncertain_commits
         if self._database.is_uncertain:
             self.ledger.totals.update(await self._queue.load_totals())
             await self.lease_manager.restore()
             self.ledger.wake_all_readers()
-            self.events.mark_lagged("the store was in doubt")
+            self.events.mark_lagged("a commit of the store was uncertain")
         self.ledger.lanes = await self._queue.load_counts()
         for run in list(self._run_registry.runs):
             await self._count_untaken(run)
         self._database.reconcile(uncertain_commits)
 
     async def _count_untaken(self, run: str) -> None:
-        """Only where a quota asks for it: it takes a look at the database."""
+        """Counts graded sessions that no consumer has taken, if a quota needs that: it queries the database."""
         if self._run_registry.get_quotas(run).max_ahead is not None:
             consumers = [
                 position for (consumer_run, _), position in self._consumers.items() if consumer_run == run
@@ -345,7 +343,7 @@ class RolloutService:
                 self.superseded.set()
                 return
             except StoreError as error:
-                log.error("The queue can't be looked after: %s", error)
+                log.error("The maintenance of the queue failed: %s", error)
 
     def _schedule(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         async def run_later() -> None:
@@ -359,7 +357,7 @@ class RolloutService:
     def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("Something that the queue needs has failed", exc_info=error)
+            log.error("A background task of the queue has failed", exc_info=error)
             self.failed.set()
 
 
@@ -380,16 +378,15 @@ def _to_new_task(task: TaskRequest) -> NewTask:
 
 
 class RetentionMark(Struct, array_like=True):
-    served_seconds: float  # of all servers so far
-    cursor: int  # of the last result then
+    served_seconds: float  # by all servers so far
+    cursor: int  # of the last result at that time
 
 
 class Retention:
-    """How long ended tasks are kept.
+    """Deletes ended tasks after a number of hours.
 
-    Hours are those that servers have run on this database, one after the other: a clock that is set wrong makes
-    nothing older. From time to time a mark notes the last cursor; tasks that had ended by a mark that is old enough
-    are deleted.
+    Hours are counted while servers run on this database, so a wrong clock expires nothing. Marks record the last cursor
+    at regular times; tasks that had ended by an expired mark are deleted.
     """
 
     def __init__(self, queue: Queue, hours: float) -> None:
