@@ -681,11 +681,11 @@ def check_tables(status: dict[str, Any]) -> None:
     console = Console(file=output, width=400, force_terminal=True, color_system=None)
     for node in status["nodes"]:
         node["load"] = {"run": "[/]\x1b[31m"}
-    console.print(status_command._run_table(status["runs"]))
-    console.print(status_command._node_table(status["nodes"]))
+    console.print(status_command._make_run_table(status["runs"]))
+    console.print(status_command._make_node_table(status["nodes"]))
     rows = [{"sample": 0, "state": "leased", "attempt": 1, "node": name} for name in ["\x1b]0;x\x07", *ODD_NAMES]]
     shown = TaskStatus.model_validate({"task_id": "t", "status": "running", "sessions": rows})
-    console.print(status_command._session_table(shown.sessions))
+    console.print(status_command._make_session_table(shown.sessions))
     assert "\x1b" not in output.getvalue()
     for name in ODD_NAMES:
         assert output.getvalue().count(name) >= 3, name

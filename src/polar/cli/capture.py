@@ -19,8 +19,8 @@ from polar.cli.common import (
     engine_options,
     format_show_command,
     json_option,
+    load_private_settings,
     parse_json_object,
-    private_settings,
     run_async,
     settings_options,
 )
@@ -58,7 +58,7 @@ def command(
     as_json: bool,
 ) -> int:
     """Run CMD with every provider's base URL and key pointing at a private gateway; store and summarize its calls."""
-    settings = private_settings(config_path, engine_url, kind)
+    settings = load_private_settings(config_path, engine_url, kind)
     fields = parse_json_object(metadata, "--metadata")
     return run_async(
         capture(

@@ -78,7 +78,7 @@ def load_settings(path: Path | None, **overrides: dict[str, Any]) -> config.Sett
     return config.load(path, overrides=overrides)
 
 
-def private_settings(
+def load_private_settings(
     path: Path | None, engine_url: str | None, kind: str | None, **overrides: dict[str, Any]
 ) -> config.Settings:
     """Loads the settings for a private gateway: on a free port, with the engine that the command line names."""

@@ -20,7 +20,7 @@ from polar.engines.pool import EnginePool
 from polar.engines.probe import Finding, probe_engine
 from polar.folders import make_private_folder
 from polar.harnesses.base import Harness
-from polar.harnesses.cache import cache_folder, find_damage, list_installations
+from polar.harnesses.cache import find_cache_folder, find_damage, list_installations
 from polar.plugins import list_problems, load_all
 from polar.runtimes.base import RuntimeBackend
 from polar.runtimes.trial import run_trial
@@ -131,7 +131,7 @@ _ROOTLESS_ADVICE = {
 
 
 def _check_harnesses(settings: Settings) -> list[Finding]:
-    cache = cache_folder(settings.node.harness_cache)
+    cache = find_cache_folder(settings.node.harness_cache)
     presets: list[Harness] = [preset() for preset in load_all("harnesses").values()]
     return [
         _check_harness(preset, cache) for preset in presets if preset.package is not None
@@ -146,8 +146,10 @@ def _check_harness(preset: Harness, cache: Path) -> Finding:
             version = installation.version
             advice = f"polar harness install {preset.name}@{version}"
             return Finding(preset.name, False, f"{version} in {cache} is damaged: {damage}", advice)
-    path = next((found for command in preset.executables if (found := shutil.which(command))), None)
-    seen = ([f"installed: {', '.join(one.version for one in versions)}"] if versions else []) + ([path] if path else [])
+    path = next((executable for command in preset.executables if (executable := shutil.which(command))), None)
+    locations = ([f"installed: {', '.join(one.version for one in versions)}"] if versions else []) + (
+        [path] if path else []
+    )
     follows = []
     if versions:
         follows.append(f"polar run TASK --harness {preset.name}")
@@ -155,7 +157,9 @@ def _check_harness(preset: Harness, cache: Path) -> Finding:
         follows.append(f"for polar run: polar harness install {preset.name}")
     if path is not None:
         follows.append(f"polar capture -- {preset.executables[0]} ...")
-    return Finding(preset.name, bool(seen), "; ".join(seen) or "not installed, not on PATH", "; ".join(follows))
+    return Finding(
+        preset.name, bool(locations), "; ".join(locations) or "not installed, not on PATH", "; ".join(follows)
+    )
 
 
 def _check_store(data: Path) -> Finding:

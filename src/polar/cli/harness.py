@@ -15,7 +15,7 @@ from polar.cli.common import config_option, json_option, load_settings, run_asyn
 from polar.errors import ConfigError
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
-from polar.harnesses.cache import Installation, cache_folder, find_damage, list_installations
+from polar.harnesses.cache import Installation, find_cache_folder, find_damage, list_installations
 from polar.harnesses.install.tools import Progress
 from polar.plugins import load_all
 
@@ -39,7 +39,7 @@ def install_command(
     """Install harnesses: the version that the preset supports, a VERSION, or `latest`."""
     from polar.harnesses.install import install
 
-    folder = _cache_folder(config_path, cache)
+    folder = _find_cache_folder(config_path, cache)
     chosen = [_parse_harness(text) for text in wanted]  # validated before the first installation
     installed: list[Installation] = []
     for harness, version in chosen:
@@ -59,7 +59,7 @@ def install_command(
 @json_option
 def list_command(config_path: Path | None, cache: str | None, as_json: bool) -> None:
     """List the known harnesses and their installed versions."""
-    folder = _cache_folder(config_path, cache)
+    folder = _find_cache_folder(config_path, cache)
     harnesses: list[Harness] = [harness() for harness in load_all("harnesses").values()]
     installations = {
         harness.name: [
@@ -93,7 +93,7 @@ def remove_command(config_path: Path | None, cache: str | None, wanted: str) -> 
     from polar.harnesses.install import remove
 
     harness, version = _parse_harness(wanted)
-    folder = _cache_folder(config_path, cache)
+    folder = _find_cache_folder(config_path, cache)
     with _show_steps(harness.name, False) as progress:
         removed = run_async(remove(folder, harness.name, version, progress))
     if not removed:
@@ -102,8 +102,8 @@ def remove_command(config_path: Path | None, cache: str | None, wanted: str) -> 
         click.echo(f"{harness.name} {removed_version} is removed")
 
 
-def _cache_folder(config_path: Path | None, cache: str | None) -> Path:
-    return cache_folder(cache or load_settings(config_path).node.harness_cache)
+def _find_cache_folder(config_path: Path | None, cache: str | None) -> Path:
+    return find_cache_folder(cache or load_settings(config_path).node.harness_cache)
 
 
 def _parse_harness(wanted: str) -> tuple[Harness, str | None]:

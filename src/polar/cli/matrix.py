@@ -14,7 +14,7 @@ from rich.table import Table
 from polar.cli.common import json_option, log_options, run_async, start_logging
 from polar.cli.interrupts import Interrupts
 from polar.cli.run_progress import RunProgress, poll_load, show_progress
-from polar.cli.run_tally import RunTally, format_count, format_counts, with_file_width
+from polar.cli.run_tally import RunTally, format_count, format_counts, set_file_width
 from polar.config import Settings
 from polar.gateway.process import tune_process
 from polar.matrix.matrix_run import MatrixRun, MatrixSettings, load_matrix_settings
@@ -101,7 +101,7 @@ _INTERRUPTED_MESSAGE = "Interrupted: sessions are cancelled and torn down. Repea
 
 
 def _print_matrix(matrix: Matrix) -> None:
-    console = with_file_width(Console())
+    console = set_file_width(Console())
     table = Table(title=f"pass@1 of {format_count(matrix.tasks, 'task')}", title_justify="left")
     table.add_column("model", overflow="fold")
     for harness in matrix.harnesses:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from polar.cli import results_view
 from polar.cli.common import run_async
-from polar.cli.run_tally import format_count, with_file_width
+from polar.cli.run_tally import format_count, set_file_width
 from polar.cli.server import connect_client, server_options
 from polar.client.async_client import ClientError, RawResult, Results
 from polar.errors import ConfigError
@@ -72,16 +72,18 @@ def command(
             )
             if output is not None:
                 with _open_output(output, append=after is not None or consumer is not None) as file:
-                    written = await _consume(results, _line_writer(file), show_status=True)
+                    written = await _consume(results, _make_line_writer(file), show_status=True)
                 click.echo(
-                    f"{format_count(written, 'result')} to {output}. {_later_hint(results, consumer)}".rstrip(),
+                    f"{format_count(written, 'result')} to {output}. {_format_later_hint(results, consumer)}".rstrip(),
                     err=True,
                 )
             elif as_json:
-                await _consume(results, _line_writer(sys.stdout.buffer), show_status=not sys.stdout.isatty())
+                await _consume(results, _make_line_writer(sys.stdout.buffer), show_status=not sys.stdout.isatty())
             elif follow:
                 await _consume(
-                    results, lambda one: click.echo(results_view.describe(_decode_result(one, unit))), show_status=False
+                    results,
+                    lambda one: click.echo(results_view.describe_result(_decode_result(one, unit))),
+                    show_status=False,
                 )
             else:
                 await _print_table(results, unit, consumer)
@@ -113,7 +115,7 @@ async def _consume(results: Results[RawResult], handle: Callable[[RawResult], No
 
 
 async def _print_table(results: Results[RawResult], unit: str, consumer: str | None) -> None:
-    console = with_file_width(Console())
+    console = set_file_width(Console())
     if unit == "session":
         sessions = [results_view.decode_session(result.data) async for result in results]
         table = results_view.make_session_table(sessions) if sessions else None
@@ -121,11 +123,11 @@ async def _print_table(results: Results[RawResult], unit: str, consumer: str | N
         groups = [results_view.decode_group(result.data) async for result in results]
         table = results_view.make_group_table(groups) if groups else None
     console.print("No results." if table is None else table)
-    if later := _later_hint(results, consumer):
+    if later := _format_later_hint(results, consumer):
         console.print(later, highlight=False)
 
 
-def _later_hint(results: Results[RawResult], consumer: str | None) -> str:
+def _format_later_hint(results: Results[RawResult], consumer: str | None) -> str:
     """How to get later results, where the server does not store the cursor."""
     return "" if consumer is not None or results.cursor is None else f"Later ones: --after {results.cursor}"
 
@@ -134,7 +136,7 @@ def _decode_result(result: RawResult, unit: str) -> results_view.EndedSession | 
     return results_view.decode_session(result.data) if unit == "session" else results_view.decode_group(result.data)
 
 
-def _line_writer(file: BinaryIO) -> Callable[[RawResult], None]:
+def _make_line_writer(file: BinaryIO) -> Callable[[RawResult], None]:
     """Writes and flushes each line before the next result is requested, which acknowledges this one."""
 
     def write(result: RawResult) -> None:

@@ -18,8 +18,8 @@ from polar.cli.common import (
     describe_default_engine,
     engine_options,
     format_show_command,
+    load_private_settings,
     log_options,
-    private_settings,
     run_async,
     settings_options,
     start_logging,
@@ -90,7 +90,7 @@ def command(
     """Run every TASK (a file, or a folder of files): the agent in a sandbox, then its evaluation. All tasks are
     validated before the first one runs."""
     node = {} if workers is None else {"run_workers": workers}
-    settings = private_settings(config_path, engine_url, kind, node=node)
+    settings = load_private_settings(config_path, engine_url, kind, node=node)
     start_logging(settings, log_format, log_level)
     prices = settings.engine.price if price is None else PriceSettings(prompt=price[0], sampled=price[1])
     options = _CollectionOptions(resume, accept, attempts, Budget(budget_tokens, budget_cost, budget_seconds, prices))
@@ -204,7 +204,7 @@ class _RunCommand:
     def _print_summary(self, seconds: float) -> None:
         if self._as_json and not self._error_console.is_terminal:
             return
-        console = run_tally.with_file_width(self._error_console if self._as_json else Console())
+        console = run_tally.set_file_width(self._error_console if self._as_json else Console())
         if self._tally.sessions:
             self._print_sessions(console, seconds)
         self._print_collection(console)

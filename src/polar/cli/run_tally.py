@@ -140,14 +140,14 @@ def describe_failures(total: RunTally, data: Path, engine: EngineSettings) -> st
         first = total.first_failures[reason]
         advice = _ADVICE.get(reason, "see verdict.json")
         if reason == "engine_failed":
-            advice += _doctor_arguments(engine)
+            advice += _format_doctor_arguments(engine)
         lines.append(f"  {reason}: {advice} (in {data / 'sessions' / first.session_id})")
         if first.error:
             lines += [f"    {escape_controls(line)}" for line in first.error.splitlines()]
     return "\n".join(lines)
 
 
-def with_file_width(console: Console) -> Console:
+def set_file_width(console: Console) -> Console:
     """Gives a console that writes to a file a fixed width."""
     return console if console.is_terminal else Console(file=console.file, width=_FILE_WIDTH_CHARS)
 
@@ -185,7 +185,7 @@ def _format_mean(value: float, tally: RunTally, digits: int = 1) -> str:
     return f"{value / tally.sessions:.{digits}f}" if tally.sessions else ""
 
 
-def _doctor_arguments(engine: EngineSettings) -> str:
+def _format_doctor_arguments(engine: EngineSettings) -> str:
     """The arguments with which `polar doctor` checks this engine."""
     if not engine.urls:
         return ""

@@ -79,7 +79,7 @@ async def show_session(
         if session_id is None:
             newest = await store.sessions(limit=1)
             if not newest:
-                raise _nothing_captured(data)
+                raise _make_empty_error(data)
             session_id = newest[0].session_id
         session = await store.session(session_id)
         if session is None:
@@ -110,11 +110,11 @@ def open_existing_store(settings: Settings, data: Path) -> Store:
     """Opens the store. Raises ConfigError where nothing has been captured yet."""
     database = data / "polar.db"
     if settings.store.url is None and not database.exists():
-        raise _nothing_captured(data)
+        raise _make_empty_error(data)
     return open_store(settings.store.url or f"sqlite:{database}", settings.store.durability)
 
 
-def _nothing_captured(data: Path) -> ConfigError:
+def _make_empty_error(data: Path) -> ConfigError:
     return ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
 
 

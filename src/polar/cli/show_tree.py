@@ -63,7 +63,7 @@ def render_tree(
 ) -> Tree:
     """`limit`: how many calls of a run are shown at least, if there are more and nothing happens in them; 0: all."""
     roots = _build_forest(session, exchanges, {path.exchange_id: path for path in paths})
-    root = Tree(_session_line(session, exchanges, paths))
+    root = Tree(_format_session(session, exchanges, paths))
     for first in roots:
         _add_run(root, first, tokens, limit, nested=len(roots) > 1)
     return root
@@ -76,8 +76,8 @@ def _add_run(parent: Tree, first: _CallNode, tokens: TokenView | None, limit: in
         if isinstance(call, Styled):
             parent.add(call)
             continue
-        node = parent.add(_call_line(call))
-        for line in _call_details(call, tokens):
+        node = parent.add(_format_call(call))
+        for line in _format_call_details(call, tokens):
             node.add(line)
         for branch in call.branches:
             _add_run(node, branch, tokens, limit, nested=True)
@@ -132,7 +132,7 @@ def _collapse_hidden(hidden: list[_CallNode]) -> Iterator[_CallNode | Styled]:
     yield Styled(summary, "dim italic")
 
 
-def _session_line(session: Session, exchanges: Sequence[Exchange], paths: Sequence[TokenPath]) -> Styled:
+def _format_session(session: Session, exchanges: Sequence[Exchange], paths: Sequence[TokenPath]) -> Styled:
     line = Styled(session.session_id, "bold").append(f" {session.status}", "not bold")
     if session.reward is not None:
         line.append(f", reward {session.reward:g}", "not bold green")
@@ -170,7 +170,7 @@ def _format_counts(counts: Mapping[str, int]) -> str:
     )
 
 
-def _call_line(call: _CallNode) -> Styled:
+def _format_call(call: _CallNode) -> Styled:
     exchange, path = call.exchange, call.path
     sampled = 0 if exchange.sampled_ids is None else len(exchange.sampled_ids)
     prompt = 0 if exchange.prompt_ids is None else len(exchange.prompt_ids)
@@ -205,36 +205,36 @@ def _describe_role(path: TokenPath) -> str:
     return f"{path.role} {path.agent_id}" if path.role == "subagent" else f"{path.role} of {path.agent_id}"
 
 
-def _call_details(call: _CallNode, tokens: TokenView | None) -> Iterator[Styled]:
+def _format_call_details(call: _CallNode, tokens: TokenView | None) -> Iterator[Styled]:
     exchange = call.exchange
-    for message in _new_messages(exchange):
+    for message in _list_new_messages(exchange):
         for part in message.parts:
             if isinstance(part, Text):
-                yield _text_line(message.role, part.text, "dim")
+                yield _format_text(message.role, part.text, "dim")
             elif isinstance(part, ToolResult):
                 text = "".join(piece.text for piece in part.parts if isinstance(piece, Text))
-                yield _text_line("result", text, "dim")
+                yield _format_text("result", text, "dim")
     for part in exchange.reply.parts if exchange.reply else ():
-        if (line := _part_line(part)) is not None:
+        if (line := _format_part(part)) is not None:
             yield line
     if exchange.error:
-        yield _text_line("error", exchange.error, "red")
+        yield _format_text("error", exchange.error, "red")
     if tokens is not None:
-        yield from tokens.lines(exchange, call.path, call.parent)
+        yield from tokens.render_lines(exchange, call.path, call.parent)
 
 
-def _part_line(part: Part) -> Styled | None:
+def _format_part(part: Part) -> Styled | None:
     match part:
         case Reasoning():
-            return _text_line("thinks", part.text, "italic magenta")
+            return _format_text("thinks", part.text, "italic magenta")
         case Text():
-            return _text_line("says", part.text, "cyan")
+            return _format_text("says", part.text, "cyan")
         case ToolCall():
-            return _text_line("calls", f"{part.name} {part.arguments}", "green")
+            return _format_text("calls", f"{part.name} {part.arguments}", "green")
     return None
 
 
-def _new_messages(exchange: Exchange) -> list[Message]:
+def _list_new_messages(exchange: Exchange) -> list[Message]:
     """What came since the model spoke last; nothing where the request was refused, and so has no meaning."""
     dialect = load("dialects", exchange.dialect)()
     try:
@@ -245,7 +245,7 @@ def _new_messages(exchange: Exchange) -> list[Message]:
     return messages[last + 1 :]
 
 
-def _text_line(label: str, text: str, style: str) -> Styled:
+def _format_text(label: str, text: str, style: str) -> Styled:
     flat = escape_controls(" ".join(text.split()))
     shown = flat if len(flat) <= _MAX_LINE_CHARS else flat[: _MAX_LINE_CHARS - 1] + "…"
     return Styled(f"{label}: ", style="bold").append(shown, f"not bold {style}")

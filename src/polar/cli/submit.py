@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from polar.cli import results_view
 from polar.cli.common import run_async
-from polar.cli.run_tally import format_count, with_file_width
+from polar.cli.run_tally import format_count, set_file_width
 from polar.cli.server import connect_client, server_options
 from polar.cli.show_tokens import escape_controls
 from polar.cli.tasks import task_options
@@ -113,11 +113,11 @@ async def _wait_for_tasks(client: AsyncClient, tasks: list[TaskRequest], as_json
             progress.update(bar, completed=sum(done.values()))
 
         async for task in client.as_completed([task.task_id for task in tasks], on_status=show_status):
-            ended += [results_view.session_from_result(result) for result in task.results]
+            ended += [results_view.convert_result(result) for result in task.results]
             if as_json:
                 _write_lines(result.model_dump_json().encode() for result in task.results)
     if not as_json:
-        with_file_width(Console()).print(results_view.make_session_table(ended))
+        set_file_width(Console()).print(results_view.make_session_table(ended))
         click.echo(f"{format_count(len(ended), 'session')}: {results_view.describe_mean_reward(ended)}.")
     if complaint := results_view.describe_failures(ended):
         click.echo(f"polar: {complaint}", err=True)

@@ -111,7 +111,7 @@ class TrainProgress:
         minutes, seconds = divmod(int(time.monotonic() - self._started_at), 60)
         step = self._history[-1].step if self._history else 0
         head = Text(f"step {step} of {self._steps}   {self._activity}   {minutes}:{seconds:02}")
-        return Group(head, _step_table(self._history[-_MAX_STEPS_SHOWN:]), render_reward_curve(self._history))
+        return Group(head, _make_step_table(self._history[-_MAX_STEPS_SHOWN:]), render_reward_curve(self._history))
 
     def make_live(self) -> Live | None:
         if self._silent or not self._console.is_terminal:
@@ -189,7 +189,7 @@ def _format_step(metrics: StepMetrics, steps: int) -> str:
     return "   ".join(parts)
 
 
-def _step_table(rows: Sequence[StepMetrics]) -> Table:
+def _make_step_table(rows: Sequence[StepMetrics]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("step", "reward", "held out", "loss", "gradient", "ratio", "lag", "filtered", "wait", "learn", "sync"):
         table.add_column(name, justify="right")

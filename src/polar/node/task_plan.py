@@ -15,7 +15,7 @@ from polar.evaluators import load_evaluator
 from polar.evaluators.base import Evaluator
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
-from polar.harnesses.cache import Installation, cache_folder, find_installation
+from polar.harnesses.cache import Installation, find_cache_folder, find_installation
 from polar.node.probes import list_upload_targets
 from polar.node.runtime_pool import RuntimeRecipe
 from polar.plugins import load
@@ -64,7 +64,7 @@ def make_plan(task: TaskRequest, settings: NodeSettings) -> TaskPlan:
         raise ConfigError(f"agent.mcp_servers: {harness.name} takes none.")
     if agent.skills_path is not None and harness.skills_folder is None:
         raise ConfigError(f"agent.skills_path: {harness.name} has no skills.")
-    installed = find_installation(cache_folder(settings.harness_cache), harness, agent.version)
+    installed = find_installation(find_cache_folder(settings.harness_cache), harness, agent.version)
     shell = agent.custom_shell
     options = agent.settings | ({} if shell is None else {"command": shell.command})
     program = harness.build_command(task.instruction, options)[0]  # also validates the settings
@@ -109,7 +109,9 @@ def make_prewarm_recipe(prewarm: PrewarmSettings, settings: NodeSettings) -> Run
     installed = None
     if prewarm.harness is not None:
         agent = AgentRequest(harness=prewarm.harness)
-        installed = find_installation(cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version)
+        installed = find_installation(
+            find_cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version
+        )
         if installed is None:
             raise _make_not_installed_error(prewarm.harness)
     try:

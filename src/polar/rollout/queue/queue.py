@@ -153,7 +153,7 @@ class Queue:
             rows = self._database.execute_each(
                 db, self._sql.leased_work, [{"work_id": lease_id.work_id} for lease_id in unknown]
             )
-            repeated = [restore_lease(rows[0], node) for rows in rows]
+            repeated = [restore_lease(row, node) for [row] in rows]
             is_rerun = any(lease_id.work_id in granted for lease_id in unknown)
             fetch_candidates = partial(self._fetch_candidates, db)
             selected = (
@@ -406,11 +406,11 @@ class Queue:
 
     async def list_node_leases(self, node: str) -> list[TrackedLease]:
         def read(db: Connection) -> list[TrackedLease]:
-            lease_id = db.execute(self._sql.node_leases, {"node": node}).fetchall()
+            leases = db.execute(self._sql.node_leases, {"node": node}).fetchall()
             rows = self._database.execute_each(
-                db, self._sql.leased_work, [{"work_id": work_id} for work_id, *_ in lease_id]
+                db, self._sql.leased_work, [{"work_id": work_id} for work_id, *_ in leases]
             )
-            return [restore_lease(rows[0], node)[1] for rows in rows]
+            return [restore_lease(row, node)[1] for [row] in rows]
 
         return await self._database.transact(read)
 
