@@ -57,29 +57,29 @@ _PROGRESS_DELAY_SECONDS = 2.0
     "--model",
     "folder",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="recompute the log-probabilities with the model in this folder, in fp32",
+    help="Recompute the log-probabilities with the model in this folder, in fp32.",
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(0),
     default=DEFAULT_TOLERANCE,
     show_default=True,
-    help="with --model: the largest difference that passes (with --from: the mean one of first turns); the default is "
-    "for engines in fp32, bf16 needs about 0.1",
+    help="With --model: accept differences up to this (with --from: mean differences of first turns). The default is "
+    "for engines in fp32; bf16 needs about 0.1.",
 )
-@click.option("--policy-version", type=int, help="with --model: compare only what this version sampled")
+@click.option("--policy-version", type=int, help="With --model: compare only tokens that this version sampled.")
 @click.option(
     "--from",
     "trainer",
     type=click.Choice(list(FORMATS)),
-    help="audit files of this trainer's rollouts, whoever made them, instead of stored sessions",
+    help="Audit files of this trainer's rollouts instead of stored sessions.",
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(0, min_open=True),
     default=1.0,
     show_default=True,
-    help="with --from: what divided the logits whose log-probabilities are recorded",
+    help="With --from: set the temperature of the recorded log-probabilities.",
 )
 @json_option
 @click.argument("names", nargs=-1, metavar="[SESSION|FILE]...")
@@ -94,13 +94,13 @@ def command(
     temperature: float,
     as_json: bool,
 ) -> int:
-    """Check sessions (default: all) token by token: what is stored, and what every builder makes of it.
+    """Check sessions (default: all) token by token: the records, and the traces of every builder.
 
-    With --from TRAINER, check FILEs of rollouts that others made: are tokens trained in the context they were sampled
-    in?
+    With --from TRAINER, check FILEs of rollouts made by any tool: is every token trained in the context in which it was
+    sampled?
     """
     if trainer is None and (files := [name for name in names if Path(name).is_file()]):
-        raise ConfigError(f"{files[0]} is a file: say whose rollouts are in it, with --from {'|'.join(FORMATS)}.")
+        raise ConfigError(f"{files[0]} is a file: name its trainer's format with --from {'|'.join(FORMATS)}.")
     rows = None if trainer is None else verify_files.read_files(trainer, names)  # before a model is loaded
     teacher = None if folder is None else Teacher.load(folder)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)

@@ -1,9 +1,9 @@
-"""What trainers read of tasks and sessions that have ended, as JSON in pieces.
+"""Renders results of ended tasks and sessions for trainers, as JSON in pieces.
 
     rows of the queue + exchanges of the store -> a few results at a time, off the event loop -> bytes
 
-Nothing of it is kept: a result is a view, made anew for whoever asks, with the builder that the task names or with
-another one. Nor is a page ever in memory as a whole.
+Results are not stored: each is rendered for every request, with the task's builder or another one. A page is never in
+memory as a whole.
 """
 
 import asyncio
@@ -39,18 +39,18 @@ MAX_PAGE_BYTES = 32 * 1024 * 1024
 
 
 _MAX_LISTED_SESSIONS = 1000
-"""Sessions of a task that are shown one by one."""
+"""Sessions of a task that its status lists."""
 
 _MAX_FORMS = 1000
-"""Of tasks, kept from page to page."""
+"""Cached result forms of tasks."""
 
 
 class ResultSource(Protocol):
-    """What is asked of the rollout server."""
+    """What pages need of the rollout service."""
 
     @property
     def closing(self) -> bool:
-        """Nobody is to wait any more."""
+        """Whether waits must return at once."""
         ...
 
     async def get_task(self, run: str, task_id: str) -> TaskRow | None: ...
@@ -65,25 +65,25 @@ class ResultSource(Protocol):
 
 
 class _Piece(NamedTuple):
-    """Of a page."""
+    """A piece of a page."""
 
     data: bytes
-    cursor: int | None  # of the result that ends with it
-    is_held_back: bool = False  # it is a session with a reward that is held back
+    cursor: int | None  # of the result that ends with this piece
+    is_held_back: bool = False  # a session with a reward whose traces are held back
 
 
 _Pieces = list[_Piece]
 
 
 class _HeldBackCount:
-    """Counts sessions that ended with a reward, and are held back: they are not usable."""
+    """Counts sessions with a reward whose traces are held back: they are not usable."""
 
     def __init__(self) -> None:
         self.sessions = 0
 
 
 class _ResultInputs(msgspec.Struct):
-    """All that a result is made of."""
+    """Everything that a result is rendered from."""
 
     row: WorkRow
     ended: SessionOutcome
@@ -97,7 +97,7 @@ _encode = msgspec.json.Encoder().encode
 
 class ResultPages:
     def __init__(self, rows: ResultSource, store: Store, checker: SessionChecker | None = None) -> None:
-        """Without a `checker`, every session is checked, and nobody counts it."""
+        """Without a `checker`, every session is checked, without metrics."""
         self.checker = checker or SessionChecker()
         self._rows = rows
         self._store = store
@@ -114,9 +114,8 @@ class ResultPages:
         builder: str | None,
         suspicious: SuspiciousFilter = "keep",
     ) -> AsyncIterator[bytes]:
-        """`{"results": [...], "cursor": ...}`: what has ended after that cursor, in that order. Where there is nothing,
-        it waits so long for something. Of sessions, only those that pass the filter are given; groups come with those
-        of their sessions that do."""
+        """`{"results": [...], "cursor": ...}`: results behind the cursor `after`, in order. Waits up to `wait` seconds
+        if there are none. `suspicious` filters sessions, also within groups."""
         rows, last = await self._wait_for_ended(run, after, wait, limit, unit, suspicious)
         opening = b'{"results":['
         cursor, size, truncated = after, 0, False
@@ -139,7 +138,7 @@ class ResultPages:
     async def stream_status(
         self, task: TaskRow, *, results: bool, cancelled_sessions: int | None = None
     ) -> AsyncIterator[bytes]:
-        """A task (records.result.TaskStatus), with the results that there are by now where they are wanted."""
+        """A task's status (records.result.TaskStatus), with its results so far if `results` is set."""
         document: dict[str, object] = {
             "task_id": task.task_id,
             "run": task.run,
@@ -166,7 +165,7 @@ class ResultPages:
         yield b'],"usable_sessions":%d}' % (task.usable - held_back.sessions)
 
     async def render_tree(self, task: TaskRow) -> bytes:
-        """The token tree over all sessions of a task that there are by now."""
+        """The token tree over all sessions of a task that have ended so far."""
         rows = [row for row in await self._rows.list_task_work(task.run, task.task_id) if row.summary is not None]
         remaining, tree = iter(rows), GroupTree(self.checker)
         async for batch in self._store.read_sessions([row.session_id for row in rows]):
@@ -179,7 +178,7 @@ class ResultPages:
     async def _wait_for_ended(
         self, run: str, after: int, wait: float, limit: int, unit: ResultUnit, suspicious: SuspiciousFilter
     ) -> tuple[Sequence[WorkRow | TaskRow], int]:
-        """Those that pass, and the cursor of the last one that was looked at."""
+        """Rows that match the filter, and the cursor of the last row read."""
         now = asyncio.get_running_loop().time
         deadline = now() + wait
         while True:
@@ -213,7 +212,7 @@ class ResultPages:
     async def _render_group(
         self, task: TaskRow, builder: str | None, suspicious: SuspiciousFilter, held_back: "_HeldBackCount"
     ) -> AsyncIterator[bytes]:
-        """But for its end."""
+        """A group without its closing bracket."""
         rows = await self._rows.list_task_work(task.run, task.task_id)
         document = {
             "task_id": task.task_id,
@@ -232,7 +231,7 @@ class ResultPages:
     async def _render_ended(
         self, rows: list[WorkRow], builder: str | None, held_back: "_HeldBackCount"
     ) -> AsyncIterator[bytes]:
-        """Of those that have ended."""
+        """The results of ended sessions, separated by commas."""
         separator = b""
         async for results in self._render_sessions([row for row in rows if row.summary is not None], builder):
             held_back.sessions += sum(result.is_held_back for result in results)
@@ -240,8 +239,8 @@ class ResultPages:
             separator = b","
 
     async def _render_sessions(self, rows: list[WorkRow], builder: str | None) -> AsyncIterator[_Pieces]:
-        """records.result.SessionResult of each, and its place among the others: as many at a time as the store reads in
-        one go, since going from thread to thread takes longer than making a short one."""
+        """Renders a records.result.SessionResult for each row, in the batches that the store reads: switching threads
+        takes longer than rendering a short session."""
         remaining = iter(rows)
         async for batch in self._store.read_sessions([row.session_id for row in rows]):
             inputs = [
@@ -257,7 +256,7 @@ class ResultPages:
         return _ResultInputs(row, outcome, form if builder is None else ResultForm(builder, form.mask_traces), recorded)
 
     async def _get_result_form(self, row: WorkRow) -> ResultForm:
-        """As the task has it."""
+        """The result form of a row's task."""
         key = row.run, row.task_id
         form = self._forms.get(key)
         if form is None:
@@ -282,7 +281,7 @@ def _build_result(inputs: _ResultInputs, checker: SessionChecker) -> _Piece:
     problem = _find_problem(row, inputs.recorded)
     is_held = False
     if problem is not None:
-        log.error("Session %s can't be told of: %s", row.session_id, problem)
+        log.error("Session %s can't be rendered: %s", row.session_id, problem)
         result = render_failed_result(row.task_id, row.sample, outcome, "session_unreadable", problem)
     else:
         try:
@@ -290,7 +289,7 @@ def _build_result(inputs: _ResultInputs, checker: SessionChecker) -> _Piece:
         except HeldBackError as held_back:
             is_held = outcome.reason is None
             result = render_failed_result(row.task_id, row.sample, outcome, held_back.reason, str(held_back), session)
-        except Exception as error:  # a builder may be anybody's; what one session does to it must not hide the others
+        except Exception as error:  # a plug-in's failure at one session must not hide the others
             log.exception("The builder %s failed at session %s", form.builder, row.session_id)
             why = f"The builder {form.builder} failed: {error!r}"
             result = render_failed_result(row.task_id, row.sample, outcome, "build_failed", why)
@@ -299,7 +298,8 @@ def _build_result(inputs: _ResultInputs, checker: SessionChecker) -> _Piece:
 
 
 def _find_problem(row: WorkRow, recorded: SessionRecord) -> str | None:
-    """Why the session can't be told of. What a node says of one is believed; but not that another task's is its own."""
+    """Why the session can't be rendered; None if it can. A node's outcome is trusted, except for the session of another
+    task."""
     session = recorded.session
     if recorded.damage is not None:
         return recorded.damage

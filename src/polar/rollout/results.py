@@ -1,4 +1,4 @@
-"""A session that ended at the rollout server, as trainers read it: its result with what the server knows besides."""
+"""Renders an ended session for trainers: its result, with the server's own fields."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -28,7 +28,7 @@ class _Semantics(msgspec.Struct):
 
 
 class _Request(msgspec.Struct):
-    """Of a TaskRequest, what is needed here."""
+    """The fields of a TaskRequest that are needed here."""
 
     builder: _Builder = msgspec.field(default_factory=_Builder)
     semantics: _Semantics = msgspec.field(default_factory=_Semantics)
@@ -38,7 +38,7 @@ _decode_request = msgspec.json.Decoder(_Request).decode
 
 
 class ResultForm(msgspec.Struct, frozen=True):
-    """How a task wants its results."""
+    """How the results of a task are rendered."""
 
     builder: str = TRACE_BUILDER
     mask_traces: bool = False  # of sessions without a reward
@@ -51,7 +51,7 @@ def parse_result_form(request: str) -> ResultForm:
 
 
 def get_task_status(task: TaskRow) -> TaskState:
-    """As its semantics have it."""
+    """The task's state under its semantics."""
     return _decode_request(task.request).semantics.all_failed if task.state == "failed" else task.state
 
 
@@ -64,8 +64,8 @@ def render_ended_result(
     exchanges: Sequence[Exchange],
     checker: SessionChecker,
 ) -> dict[str, Any]:
-    """What the rollout server keeps of a session's end, together with what the store has of it: nothing, where it
-    ended before it began. Raises HeldBackError where the session fails the check."""
+    """Renders an outcome with the recorded session; `session` is None where the work ended before a session began.
+    Raises HeldBackError where the session fails the check."""
     session_with_outcome = _build_session(task_id, sample, outcome, session)
     built = build_trajectory(session_with_outcome, exchanges, form.builder, checker)
     item = SessionItem(
@@ -77,7 +77,8 @@ def render_ended_result(
 def render_failed_result(
     task_id: str, sample: int, outcome: SessionOutcome, reason: str, error: str, session: Session | None = None
 ) -> dict[str, Any]:
-    """Of a session whose traces can't be made, or must not be handed on: there is no use in its reward without them."""
+    """Renders a session whose traces can't be built or must be held back: without a reward, since that is useless
+    without traces."""
     failed = msgspec.structs.replace(outcome, reward=None, reason=reason, error=error)
     session_with_outcome = _build_session(task_id, sample, failed, session)
     empty_trajectory = Trajectory(
@@ -122,5 +123,5 @@ def _render(
 
 
 def apply_outcome(session: Session, outcome: SessionOutcome) -> Session:
-    """With the verdict that counts: what a node said of the session in time."""
+    """Replaces the session's verdict by the outcome's, which is the one that counts."""
     return msgspec.structs.replace(session, reward=outcome.reward, reason=outcome.reason, evidence=outcome.evidence)

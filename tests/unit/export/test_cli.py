@@ -101,7 +101,7 @@ def test_filters(data: Path) -> None:
     ("arguments", "said"),
     [
         (["--format", "nothing"], "Among the exporters there is no 'nothing'"),
-        (["--format", "slime", "--builder", "nothing"], "There is no builder 'nothing'"),
+        (["--format", "slime", "--builder", "nothing"], "Unknown builder 'nothing'"),
         (["--format", "slime", "--builder", "prefix_tree"], "use --format tree"),
         (["--format", "tree", "--builder", "per_request"], "is a tree"),
         (["--format", "slime", "--session", "nobody"], "There is no session nobody"),

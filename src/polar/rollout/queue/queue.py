@@ -2,11 +2,11 @@
 
     submit ─► queued ─► leased ─► done
                 ▲          │
-                └─ waiting ┘  another try
+                └─ waiting ┘  retry
 
-Each method is one transaction, which may be made twice where a connection is lost in the middle of its commit: then it
-finds its own work done and changes nothing. Every one of them begins by making sure that this server is still the one
-that writes here: each start takes the next epoch.
+Each method is one transaction. If the connection is lost during the commit, the transaction may run twice; the second
+run finds the work done and changes nothing. Every transaction first checks that this server is still the one that may
+write: each start takes the next epoch.
 """
 
 import time
@@ -49,7 +49,7 @@ from polar.rollout.queue.records import (
 from polar.rollout.queue.selection import CONTROL_RATIO, SUSPECT_KILLS, SuspectRecord, select_work
 from polar.store.sql import Connection, WritingConnection
 
-_KILLER_ERROR = "Node after node died under this session, the last one under it alone, while others lived: set aside."
+_KILLER_ERROR = "Several nodes died while they ran this session, the last one while it ran nothing else: not retried."
 
 
 class Queue:
@@ -60,7 +60,7 @@ class Queue:
     # Tasks
 
     async def submit(self, tasks: Sequence[NewTask]) -> list[AdmittedTask]:
-        """Each as it is in the queue now. One that is there already may have other content."""
+        """Inserts tasks. Returns each as it is in the queue now; a task that existed before may have other content."""
 
         now = time.time()
 
@@ -94,9 +94,9 @@ class Queue:
         return await self._database.transact(insert)
 
     def _readmit(self, db: WritingConnection, task: NewTask, known: TaskRow, now: float) -> AdmittedTask:
-        """A task of a name that is there already."""
+        """Submits a task whose id exists already."""
         name = {"run": task.run, "task_id": task.task_id}
-        if task.rerun:  # it may be there twice among those that are submitted now
+        if task.rerun:  # this submission may contain it twice
             known = TaskRow(*db.execute(self._sql.task, name).fetchone())
         if task.rerun and known.state != "running":
             db.execute(self._sql.keep_replaced, {**name, "cursor": known.cursor})
@@ -112,7 +112,7 @@ class Queue:
         return AdmittedTask(known, is_new=False)
 
     async def cancel(self, run: str, task_id: str, reason: str) -> list[WorkChange] | None:
-        """Ends what has not begun; what runs is its nodes' to end. None where there is no such task."""
+        """Ends the work that has not begun; nodes end what runs. None where there is no such task."""
 
         def cancel(db: WritingConnection) -> list[WorkChange] | None:
             if db.execute(self._sql.task, {"run": run, "task_id": task_id}).fetchone() is None:
@@ -129,7 +129,7 @@ class Queue:
         return [change for change in self._finish_work(db, ending) if change is not None]
 
     async def set_callback_state(self, run: str, task_id: str, state: str) -> None:
-        """Its callback is acknowledged, or given up."""
+        """Records that a task's callback was acknowledged or given up."""
         await self._database.write(self._sql.set_callback_state, run=run, task_id=task_id, callback=state)
 
     # Leases
@@ -143,9 +143,10 @@ class Queue:
         slots: int,
         unrunnable: Collection[tuple[str, str]] = (),
     ) -> list[tuple[Lease, TrackedLease]]:
-        """So many more for a node, and those that it has without knowing; nothing of tasks for which it is unfit."""
+        """Leases up to `room` sessions to a node, and repeats leases that it does not know of. Skips `unrunnable`
+        tasks."""
         known = set(holding)
-        granted: set[int] = set()  # by a run of this that may have been committed, or not
+        granted: set[int] = set()  # by an earlier run of this transaction whose commit is uncertain
 
         def lease(db: WritingConnection) -> list[tuple[Lease, TrackedLease]]:
             held_leases = self._load_lease_kills(db, node)
@@ -188,12 +189,13 @@ class Queue:
         return [LeaseCandidate(*row) for row in db.execute(self._sql.lease_candidates, parameters).fetchall()]
 
     def _load_lease_kills(self, db: Connection, node: str) -> dict[LeaseId, int]:
-        """What a node has, and how many nodes died with it."""
+        """A node's leases, and how many nodes have died while running each."""
         rows = db.execute(self._sql.node_leases, {"node": node}).fetchall()
         return {LeaseId(work_id, fence): kills for work_id, fence, kills in rows}
 
     async def finish(self, outcomes: Sequence[SessionOutcome], attempts: int) -> list[FinishResult]:
-        """Only the last lease of some work can end it; told again, that is answered the same."""
+        """Ends work by outcomes. Only the current fence of some work can end it; repeated outcomes get the same
+        answer."""
 
         def finish(db: WritingConnection) -> list[FinishResult]:
             changes = self._retry(db, outcomes, attempts)
@@ -218,7 +220,7 @@ class Queue:
     def _retry(
         self, db: WritingConnection, outcomes: Sequence[SessionOutcome], attempts: int
     ) -> dict[LeaseId, WorkChange]:
-        """Those that are the platform's fault, and may be tried again."""
+        """Requeues work that was handed back, or that the platform failed and that has attempts left."""
         interrupted = [outcome for outcome in outcomes if outcome.reason == INTERRUPTED]
         failed = [outcome for outcome in outcomes if outcome.reason in PLATFORM_REASONS]
         released = self._database.execute_each(
@@ -241,10 +243,10 @@ class Queue:
     def _finish_work(
         self, db: WritingConnection, ending: Sequence[tuple[SessionOutcome, WorkState]]
     ) -> list[WorkChange | None]:
-        """None where something isn't in that state, of that fence, any more."""
+        """Marks work as done. None for work whose state or fence has changed."""
         if not ending:
             return []
-        # Two each: for its own end, and for its task's. What is not used is left out.
+        # Two cursors each: for the session's end, and for its task's. Unused ones are skipped.
         first = fetch_number(db, self._sql.advance_counter, name="cursor", count=2 * len(ending)) - 2 * len(ending) + 1
         cursors = range(first, first + 2 * len(ending), 2)
         parameters = [make_end_parameters(*item, cursor) for item, cursor in zip(ending, cursors, strict=True)]
@@ -272,8 +274,8 @@ class Queue:
         return changes
 
     def _repeat_status(self, db: Connection, outcome: SessionOutcome) -> FinishStatus:
-        """To one who says it again, or too late. Work of that fence that is neither leased nor done was given back, by
-        its node or because that was lost: an end that gives it back was heard, another one never will be."""
+        """The answer to a repeated or late outcome. Work of that fence that is neither leased nor done was requeued: an
+        outcome that requeues it was taken; any other one is lost."""
         row = db.execute(self._sql.work, {"work_id": outcome.work_id}).fetchone()
         if row is None:
             return "lost"
@@ -287,8 +289,8 @@ class Queue:
         return "taken" if was_accepted and work.fence == outcome.fence else "lost"
 
     async def release_leases(self, node: str, *, died: bool) -> list[WorkChange]:
-        """All that a node had, which is no more: others may have it. `died`: nobody had told it to end, so that what
-        it had is marked, and what has killed it is set aside (selection.py)."""
+        """Requeues all work of a node that is gone. `died`: it was not asked to stop, so its work is marked as suspect,
+        and proven killers are not retried (selection.py)."""
 
         def release(db: WritingConnection) -> list[WorkChange]:
             kills_by_lease = self._load_lease_kills(db, node)
@@ -327,7 +329,7 @@ class Queue:
         return SuspectRecord(*db.execute(self._sql.suspect_record, {"work_id": lease_id.work_id}).fetchone())
 
     async def record_lifetimes(self, seconds: Mapping[str, float]) -> bool:
-        """That nodes have lived so much longer, for the cases against marked work. False where there is none."""
+        """Adds lifetimes of nodes to the records of suspect work. False where there is no such work."""
 
         def record(db: WritingConnection) -> bool:
             rows = db.execute(self._sql.suspect_work).fetchall()
@@ -343,7 +345,7 @@ class Queue:
         return await self._database.transact(record)
 
     async def retract_kills(self, work_ids: Iterable[int]) -> None:
-        """Takes back a death that was none: the node lives."""
+        """Takes back a node's death, because the node is alive."""
 
         def retract(db: WritingConnection) -> None:
             for work_id in work_ids:
@@ -352,7 +354,7 @@ class Queue:
         await self._database.transact(retract)
 
     async def requeue(self, work_ids: Iterable[int]) -> list[Lane]:
-        """Work that waited for another try; in which lanes some is queued now."""
+        """Queues work that waited for a retry. Returns the lanes of that work."""
 
         def requeue(db: WritingConnection) -> list[Lane]:
             lanes = []
@@ -386,10 +388,10 @@ class Queue:
         db.execute(self._sql.drop_exchanges, {"session_id": session_id})
         db.execute(self._sql.drop_session, {"session_id": session_id})
 
-    # What there is
+    # Reads
 
     async def list_leases(self) -> list[TrackedLease]:
-        """All there are: read when a server starts, when a node joins, and in doubt."""
+        """All leases: read when a server starts, when a node joins, and after uncertain commits."""
 
         def read(db: Connection) -> list[TrackedLease]:
             leases: list[TrackedLease] = []
@@ -420,7 +422,7 @@ class Queue:
         )
 
     async def load_counts(self) -> dict[Lane, Counts]:
-        """In the order of transactions, so that changes can be counted from here on."""
+        """Counts in the order of transactions, so that later changes can be added to them."""
 
         def read(db: Connection) -> dict[Lane, Counts]:
             counts: dict[Lane, Counts] = {}
@@ -459,7 +461,7 @@ class Queue:
         return await self._database.fetch_rows(TaskRow, self._sql.tasks_awaiting_callback, after=after, limit=limit)
 
     async def count_usable_after(self, run: str, after: int, unit: ResultUnit) -> int:
-        """In the order of transactions, like `counts`."""
+        """Counts in the order of transactions, like `load_counts`."""
         query = self._sql.usable_after if unit == "session" else self._sql.usable_in_tasks_after
         return await self._database.transact(lambda db: int(fetch_number(db, query, run=run, after=after)))
 
@@ -481,7 +483,7 @@ class Queue:
         )
 
     async def read_last_cursor(self) -> int:
-        """The last one given out."""
+        """The last cursor that was assigned."""
         return await self._database.transact(lambda db: fetch_number(db, self._sql.counter, name="cursor"))
 
     async def load_fact(self, name: str) -> str | None:
