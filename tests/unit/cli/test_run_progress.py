@@ -208,7 +208,7 @@ def test_the_complaint_names_each_reason_with_what_to_do() -> None:
     said = run_tally.describe_failures(counted, Path("data"), EngineSettings())
     assert said.splitlines() == [
         "2 of 4 sessions ended without a reward because the platform failed: engine_failed 2.",
-        "  engine_failed: see whether the engine is up: polar doctor (in data/sessions/s2)",
+        "  engine_failed: check whether the engine is up: polar doctor (in data/sessions/s2)",
         "    The engine␛[2J is gone.",
     ]
     harmless = tally(finished(0.0), finished(reason="length"))

@@ -38,7 +38,7 @@ def test_one_line_of_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> Non
 def test_people_are_told_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_result(ended(), 321, as_json=False) == 0
     said = capsys.readouterr().out
-    assert "25% right before, 88% after" in said
+    assert "25% correct before, 88% after" in said
     assert "384 of 384 sessions verified" in said
 
 

@@ -123,7 +123,7 @@ async def test_who_pauses_or_resumes_last_has_the_last_word(rollout: RolloutServ
         await until(lambda: a.modes()[-1] == "drain")
         a.stuck = False
         await rollout.engine_controller.resume("default", 60)
-        with pytest.raises(NotAppliedYet, match="Somebody else"):
+        with pytest.raises(NotAppliedYet, match="Another request"):
             await sleeping
         assert a.modes()[-1] is None
 
