@@ -8,7 +8,9 @@ from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from polar.distribution import install_hint
 from polar.gateway import view
+from polar.harnesses import build_base_urls
 from polar.plugins import names
 from polar.records.result import EvidenceResult
 from polar.records.session import Session, Verdict
@@ -67,11 +69,6 @@ class SessionEnd(Body):
         if not all(math.isfinite(reward) for reward in (self.reward or 0.0, *self.turn_rewards.values())):
             raise ValueError("a reward is a finite number")
         return self
-
-
-def build_base_urls(gateway_url: str) -> dict[str, str]:
-    """What each provider's clients take as their base URL."""
-    return {"openai": f"{gateway_url}/v1", "anthropic": gateway_url, "google": gateway_url}
 
 
 def add_routes(router: APIRouter, parts: ServiceParts) -> None:
@@ -163,5 +160,5 @@ async def _arrow_response(store: Store, session_id: str) -> Response:
     try:
         from polar.gateway.arrow import stream_exchanges
     except ImportError as error:
-        raise HTTPException(406, "Arrow needs pyarrow: pip install 'polar[arrow]'.") from error
+        raise HTTPException(406, f"Arrow needs pyarrow: {install_hint('arrow')}.") from error
     return StreamingResponse(stream_exchanges(store, session_id), media_type=ARROW_MEDIA_TYPE)
