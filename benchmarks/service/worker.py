@@ -61,7 +61,7 @@ class NoOpHost:
             self._freed.clear()
             await self._freed.wait()
 
-    def free_slots(self) -> int:
+    def count_free_slots(self) -> int:
         return self._free
 
     async def submit(self, plan: TaskPlan, sample: int, work_id: int) -> _Running:  # noqa: ARG002 - it is nobody's session
@@ -93,7 +93,7 @@ def make_no_op_worker(
         slots=SLOTS,
         store=store_id,
         replaces=[],
-        load=dict,
+        get_load=dict,
         apply_engines=plane.pools.apply,
         export_session=plane.store.export_session,
         disown_session=plane.store.revoke_session_reward,

@@ -54,7 +54,7 @@ async def sandboxes(tmp_path: Path) -> AsyncIterator[Sandboxes]:
 
 
 def calls(*, own_users: bool) -> list[list[Any]]:
-    machine = seccomp.supported_architecture()
+    machine = seccomp.detect_architecture()
     found = seccomp.list_denied(seccomp.NO_ALLOWANCES, own_users=own_users)
     return [[call.name, number] for call, _ in found if (number := getattr(call, str(machine))) is not None]
 

@@ -114,13 +114,13 @@ FORGED: dict[str, dict[str, Any]] = {
 
 async def test_ends_that_can_not_be(tmp_path: Path, subtests: pytest.Subtests) -> None:
     async with leased(tmp_path) as (it, (lease, *_)):
-        before = it.rollout.status()
+        before = it.rollout.count_sessions()
         for name, fields in FORGED.items():
             with subtests.test(name):
                 answer = await it.http.post(f"/nodes/{NODE}/finish", json=[ended(lease, **fields)])
                 assert answer.status_code == 422, answer.text
                 assert len(answer.text) < 500
-                assert it.rollout.status() == before
+                assert it.rollout.count_sessions() == before
                 assert page_of(await it.http.get("/rollout/results"))[0] == []
 
 
@@ -139,7 +139,7 @@ async def test_fences_that_were_never_given(tmp_path: Path) -> None:
         for fence in (0, -1, lease.fence + 1, 2**62, -(2**63)):
             answer = await it.http.post(f"/nodes/{NODE}/finish", json=[ended(lease, fence=fence, reward=1.0)])
             assert answer.json() == ["lost"], fence
-        assert it.rollout.status()["default"]["done"] == 0
+        assert it.rollout.count_sessions()["default"]["done"] == 0
 
 
 async def test_no_node_ends_what_another_one_has(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ async def test_no_node_ends_what_another_one_has(tmp_path: Path) -> None:
             assert answer.json() == ["lost"] * 3
         both = [ended(leases[0], reward=9.0), ended(mine, reward=1.0)]
         assert (await it.http.post("/nodes/other/finish", json=both)).json() == ["lost", "taken"]
-        assert it.rollout.status()["default"]["leased"] == 3
+        assert it.rollout.count_sessions()["default"]["leased"] == 3
         ends = [ended(lease, reward=0.5) for lease in leases]
         assert (await it.http.post(f"/nodes/{NODE}/finish", json=ends)).json() == ["taken"] * 3
         results, _ = page_of(await it.http.get("/rollout/results"))
@@ -168,7 +168,7 @@ async def test_an_end_that_is_told_many_times_at_once_counts_once(tmp_path: Path
         one = [ended(lease, reward=1.0)]
         answers = await asyncio.gather(*(it.http.post(f"/nodes/{NODE}/finish", json=one) for _ in range(5)))
         assert [answer.json() for answer in answers] == [["taken"]] * 5
-        counts = it.rollout.status()["default"]
+        counts = it.rollout.count_sessions()["default"]
         assert (counts["leased"], counts["done"], counts["usable"]) == (2, 1, 1)
 
 
@@ -224,7 +224,7 @@ async def test_a_node_that_is_not_there_gets_and_ends_nothing(tmp_path: Path) ->
             assert (await it.http.post(f"/nodes/{node}/lease", json={"holding": [], "room": 9})).status_code == 410
             assert (await it.http.post(f"/nodes/{node}/beat", json={"holding": holding})).status_code == 410
             assert (await it.http.put(f"/nodes/{node}/sessions", content=b"x")).status_code == 410
-        counts = it.rollout.status()["default"]
+        counts = it.rollout.count_sessions()["default"]
         assert (counts["leased"], counts["done"]) == (3, 0)
 
 
@@ -681,11 +681,11 @@ def check_tables(status: dict[str, Any]) -> None:
     console = Console(file=output, width=400, force_terminal=True, color_system=None)
     for node in status["nodes"]:
         node["load"] = {"run": "[/]\x1b[31m"}
-    console.print(status_command._run_table(status["runs"]))
-    console.print(status_command._node_table(status["nodes"]))
+    console.print(status_command._make_run_table(status["runs"]))
+    console.print(status_command._make_node_table(status["nodes"]))
     rows = [{"sample": 0, "state": "leased", "attempt": 1, "node": name} for name in ["\x1b]0;x\x07", *ODD_NAMES]]
     shown = TaskStatus.model_validate({"task_id": "t", "status": "running", "sessions": rows})
-    console.print(status_command._session_table(shown.sessions))
+    console.print(status_command._make_session_table(shown.sessions))
     assert "\x1b" not in output.getvalue()
     for name in ODD_NAMES:
         assert output.getvalue().count(name) >= 3, name

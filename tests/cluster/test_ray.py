@@ -196,13 +196,13 @@ async def test_a_server_that_listens_everywhere_is_named_as_others_reach_it(clus
 def test_machines_that_can_not_reach_the_server() -> None:
     from polar.cluster.driver import (  # takes Ray: not where tests are only collected
         Machine,
-        unreachable_addresses,
+        find_unreachable_addresses,
     )
 
     here, there = Machine("1", "here", "10.0.0.1", {}), Machine("2", "there", "10.0.0.9", {})
-    assert unreachable_addresses("http://127.0.0.1:8080", "10.0.0.1", [here, there]) == {"10.0.0.9"}
-    assert unreachable_addresses("http://127.0.0.1:8080", "10.0.0.1", [here]) == set()
-    assert unreachable_addresses("http://10.0.0.1:8080", "10.0.0.1", [here, there]) == set()
+    assert find_unreachable_addresses("http://127.0.0.1:8080", "10.0.0.1", [here, there]) == {"10.0.0.9"}
+    assert find_unreachable_addresses("http://127.0.0.1:8080", "10.0.0.1", [here]) == set()
+    assert find_unreachable_addresses("http://10.0.0.1:8080", "10.0.0.1", [here, there]) == set()
 
 
 async def test_two_servers_in_one_namespace_do_not_fight(

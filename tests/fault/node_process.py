@@ -20,7 +20,7 @@ async def main(data: str, task: str, sessions: str, node: str) -> None:
         running = [await rollout.node.submit(plans[0], sample) for sample in range(int(sessions))]
         last = b""
         while any(not one.finished.done() for one in running):
-            now = msgspec.json.encode(rollout.load())
+            now = msgspec.json.encode(rollout.get_load())
             if now != last:
                 print(now.decode(), flush=True)
             last = now

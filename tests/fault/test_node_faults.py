@@ -101,10 +101,10 @@ async def test_two_hundred_sessions_at_once(tmp_path: Path) -> None:
         plans = await rollout.plan(tasks)
         running = [await rollout.node.submit(plan, n) for plan in plans for n in range(plan.task.num_samples)]
         async with asyncio.timeout(300):
-            while rollout.load().held < 200:
+            while rollout.get_load().held < 200:
                 ids.look()
                 await asyncio.sleep(0.05)
-        assert rollout.load().run == 200
+        assert rollout.get_load().run == 200
         assert len(ids.seen) >= 200
         await rollout.plane.pool.resume()
         for one in running:

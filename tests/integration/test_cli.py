@@ -71,8 +71,8 @@ def test_the_commands_own_exit_status_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("capture", "--", "no-such-command"), "There is no command 'no-such-command'"),
-        (("capture", "--", "true"), "asked the gateway nothing"),
+        (("capture", "--", "no-such-command"), "The command 'no-such-command' was not found"),
+        (("capture", "--", "true"), "made no model call"),
         (("capture", "--bogus", "--", "true"), "No such option"),
         (("capture", "--harness", "nobody", "--", "true"), "known: aider, claude_code"),
         (("capture", "--engine", "foo", "--", "true"), "is no address"),
@@ -80,7 +80,7 @@ def test_the_commands_own_exit_status_is_kept(tmp_path: Path) -> None:
         (("show",), "Nothing has been captured"),
         (("session", "new", "--server", "foo"), "is no address"),
         (("session", "new", "--server", "http://127.0.0.1:1"), "polar up"),
-        (("session", "end"), "Which session"),
+        (("session", "end"), "No session was named"),
         (("up", "--port", "99999"), "gateway.port"),
         (("doctor", "--kind", "nothing"), "known: embedded, openai"),
         (("nonsense",), "No such command"),

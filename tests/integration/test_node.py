@@ -164,7 +164,7 @@ async def test_a_clock_stands_still_while_generation_is_paused(tmp_path: Path, m
         await opened.plane.pool.pause()
         plans = await opened.plan([task(ONE_CALL, timeout_seconds=0.1, on_timeout="mask", evaluator=GRADED)])
         running = await opened.node.submit(plans[0])
-        await until(lambda: opened.load().held == 1)
+        await until(lambda: opened.get_load().held == 1)
         had = len(looks)
         await until(lambda: len(looks) > had)  # by now the clock knows of the call
         time.now += 3600  # longer than the session has
@@ -223,7 +223,7 @@ async def test_cancel_works_in_any_stage_once(tmp_path: Path, stage: str) -> Non
         code = FOR_EVER if stage == "run" else ONE_CALL
         running = await submit(task(code, runtime={"backend": "local", "prepare": prepare}, evaluator=slow_grader))
         if stage == "queued":
-            await until(lambda: opened.load().waiting == 1)
+            await until(lambda: opened.get_load().waiting == 1)
         else:
             await until(lambda: running.stage == stage)
         if stage == "run":
@@ -252,13 +252,13 @@ async def test_ready_is_a_bounded_buffer(tmp_path: Path) -> None:
     async with rollout(tmp_path, node=node) as opened:
         plan = (await opened.plan([task(FOR_EVER)]))[0]
         running = [await opened.node.submit(plan, sample) for sample in range(8)]
-        await until(lambda: opened.load().ready == 3 and opened.load().run == 1)
+        await until(lambda: opened.get_load().ready == 3 and opened.get_load().run == 1)
         await asyncio.sleep(0.3)  # nothing more goes on
-        load = opened.load()
+        load = opened.get_load()
         assert (load.waiting, load.init, load.ready, load.run) == (2, 2, 3, 1)
         first = next(one for one in running if one.stage == "run")
         first.cancel()
-        await until(lambda: opened.load().run == 1 and opened.load().waiting == 1)
+        await until(lambda: opened.get_load().run == 1 and opened.get_load().waiting == 1)
 
 
 async def test_a_grader_finds_its_runtime_ready(tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ async def test_a_node_that_is_closed_cancels_what_runs(tmp_path: Path) -> None:
     async with rollout(tmp_path) as opened:
         plan = (await opened.plan([task(FOR_EVER + f" # {tmp_path.name}")]))[0]
         running = [await opened.node.submit(plan, sample) for sample in range(3)]
-        await until(lambda: opened.load().run == 3)
+        await until(lambda: opened.get_load().run == 3)
     assert {one.finished.result().verdict.reason for one in running} == {"cancelled"}
     assert not running_commands(tmp_path.name)
 
@@ -442,7 +442,7 @@ async def test_free_run_slots_are_filled_while_none_has_ended(tmp_path: Path) ->
             return await every(opened, task(FOR_EVER, num_samples=14))
 
         reading = asyncio.ensure_future(read())
-        await until(lambda: opened.load().run == 12)
+        await until(lambda: opened.get_load().run == 12)
         opened.cancel()
         finished = await reading
     assert {one.verdict.reason for one in finished} == {"cancelled"}

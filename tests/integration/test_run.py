@@ -58,7 +58,7 @@ def test_a_summary_of_tasks_and_what_each_session_left(tmp_path: Path) -> None:
     assert rows == {"good": ["1", "1", "1/1"], "bad": ["2", "0", "0/2"]}
     assert "3 sessions in" in done.stdout
     assert "mean reward 0.333, 1 of 3 solved" in done.stdout
-    assert "the scripted one answered" in done.stdout
+    assert "the scripted engine answered" in done.stdout
     assert "3/3  " in done.stderr
     assert "good #0: reward 1, 1 turn" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
@@ -124,16 +124,16 @@ def test_a_shorter_time_on_the_command_line_wins_over_the_task(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / ".polar" / "sessions").iterdir()
     assert json.loads((folder / "verdict.json").read_text())["outcome"]["ended"] == "timeout"
-    assert "No agent asked the gateway anything" not in done.stdout  # perhaps they were about to
+    assert "No agent called the gateway" not in done.stdout  # perhaps they were about to
 
 
 @pytest.mark.slow
 def test_agents_that_ask_nothing_and_end_well_are_wondered_at(tmp_path: Path) -> None:
     write(tmp_path, mute=task("true"), broken=task("exit 3"))
-    assert "No agent asked the gateway anything" in polar("run", "mute.json", folder=tmp_path).stdout
-    assert "No agent asked the gateway anything" not in polar("run", "broken.json", folder=tmp_path).stdout
+    assert "No agent called the gateway" in polar("run", "mute.json", folder=tmp_path).stdout
+    assert "No agent called the gateway" not in polar("run", "broken.json", folder=tmp_path).stdout
     write(tmp_path, asks=task())
-    assert "No agent asked the gateway anything" not in polar("run", "mute.json", "asks.json", folder=tmp_path).stdout
+    assert "No agent called the gateway" not in polar("run", "mute.json", "asks.json", folder=tmp_path).stdout
 
 
 def test_why_a_reward_is_0_is_said(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_another_engine_is_named_on_the_command_line(tmp_path: Path) -> None:
             (("nothing.toml",), "nothing.toml: there is no such file or folder"),
             (("broken.toml",), "broken.toml: this is not valid TOML"),
             (("good.json", "misspelt.json"), "misspelt.json: timeout_second: there is no such field"),
-            (("good.json", "good.json"), "every task needs a name of its own"),
+            (("good.json", "good.json"), "every task needs its own task_id"),
             (("good.json", "--harness", "nobody"), "no 'nobody'; known: aider"),
             (("good.json", "--harness", "pi@9.9.9"), "polar harness install pi@9.9.9"),
             (("good.json", "--backend", "nowhere"), "no 'nowhere'; known: bubblewrap"),

@@ -83,7 +83,7 @@ class Host:
             self._less.clear()
             await self._less.wait()
 
-    def free_slots(self) -> int:
+    def count_free_slots(self) -> int:
         return max(0, self._most - self.busy)
 
     async def submit(self, plan: Any, sample: int, work_id: int) -> Any:
@@ -160,7 +160,7 @@ class Node:
             store=f"{spec.name}'s own" if spec.own_store else _STORE,
             replaces=replaces,
             stopped=[node_id for node_id in replaces if node_id in self.machine.told_to_end],
-            load=dict,
+            get_load=dict,
             apply_engines=self._apply,
             export_session=self._export,
             disown_session=self._disown,

@@ -34,7 +34,7 @@ class _NotAgain(Queue):
     """What a node was given comes once, and was lost if its answer was."""
 
     async def lease(self, node: str, holding: Any, *arguments: Any) -> Any:
-        has = await self._database.query(lambda db: self._leases_with_kills(db, node))
+        has = await self._database.query(lambda db: self._load_lease_kills(db, node))
         return await super().lease(node, {*holding, *has}, *arguments)
 
 

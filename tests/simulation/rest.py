@@ -63,8 +63,8 @@ def _unsettled(world: "World") -> str | None:
         if total != found:
             return f"the ledger has {total} of {run}, and there is {found}"
         if run in world.schedule.quotas:
-            if rollout.quotas().get(run) != world.schedule.quotas[run]:
-                world.fail(f"The quotas of {run} are {rollout.quotas().get(run)}.")
+            if rollout.list_quotas().get(run) != world.schedule.quotas[run]:
+                world.fail(f"The quotas of {run} are {rollout.list_quotas().get(run)}.")
             if world.schedule.quotas[run].max_ahead is not None and rollout.ledger.untaken[run]:
                 return f"{rollout.ledger.untaken[run]} sessions of {run} seem to wait for the trainer"
     engines = rollout.engine_controller.engines

@@ -131,10 +131,10 @@ class Trainer:
             async def page(server: "ServerProcess", after: int = after, limit: int = limit) -> list[WorkRow]:
                 if self.run in self._world.schedule.quotas:
                     await server.rollout.update_consumer(self.run, _CONSUMER, after, "session")
-                rows = await server.rollout.sessions_after(self.run, after, limit)
+                rows = await server.rollout.list_sessions_after(self.run, after, limit)
                 if not rows:
                     await server.rollout.wait_for_results(self.run, after, 5.0, "session")
-                    rows = await server.rollout.sessions_after(self.run, after, limit)
+                    rows = await server.rollout.list_sessions_after(self.run, after, limit)
                 return rows
 
             for row in await self._call(page):
@@ -151,7 +151,7 @@ class Trainer:
 
             async def page(server: "ServerProcess", after: int = after) -> list[TaskRow]:
                 await server.rollout.wait_for_results(self.run, after, 5.0, "group")
-                return await server.rollout.groups_after(self.run, after, 2)
+                return await server.rollout.list_groups_after(self.run, after, 2)
 
             for row in await self._call(page):
                 if row.cursor is None or row.cursor <= notes.group_cursor:

@@ -1,4 +1,4 @@
-"""polar cancel: tasks at a server that nobody wants any more."""
+"""polar cancel: cancels tasks at a server."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def command(
     as_json: bool,
     task_ids: tuple[str, ...],
 ) -> int:
-    """End every TASK of the run: what has not begun never will, and what runs has the reason `cancelled`."""
+    """Cancel every TASK of the run. Waiting sessions never begin; running ones end with the reason `cancelled`."""
 
     async def cancel() -> int:
         failed = 0

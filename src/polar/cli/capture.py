@@ -1,4 +1,4 @@
-"""polar capture: any agent command, unchanged, against a private gateway."""
+"""polar capture: runs any agent command, unchanged, against a private gateway."""
 
 import asyncio
 import os
@@ -20,8 +20,8 @@ from polar.cli.common import (
     engine_options,
     format_show_command,
     json_option,
+    load_private_settings,
     parse_json_object,
-    private_settings,
     run_async,
     settings_options,
 )
@@ -38,11 +38,11 @@ from polar.trajectory.session import read_session_paths
 
 @click.command("capture", context_settings={"allow_interspersed_args": False})
 @settings_options
-@click.option("--harness", help="configure a known harness [default: told by the command]")
-@click.option("--model", help="the model name that the harness is told to ask for")
+@click.option("--harness", help="Configure a known harness [default: recognized by the command].")
+@click.option("--model", help="Set the model name that the harness requests.")
 @engine_options
-@click.option("--metadata", default="{}", help="a JSON object that is kept with the session")
-@click.option("--reward", type=float, help="the session's reward, if the command ends well")
+@click.option("--metadata", default="{}", help="Store a JSON object with the session.")
+@click.option("--reward", type=float, help="Set the session's reward if the command exits with status 0.")
 @json_option
 @click.argument("argv", nargs=-1, required=True, metavar="-- CMD...")
 def command(
@@ -57,16 +57,18 @@ def command(
     reward: float | None,
     as_json: bool,
 ) -> int:
-    """Run CMD with every provider's base URL and key pointing at a private gateway; keep and sum up what it asked."""
-    settings = private_settings(config_path, engine_url, kind)
-    kept = parse_json_object(metadata, "--metadata")
+    """Run CMD with every provider's base URL and key pointing at a private gateway; store and summarize its calls."""
+    settings = load_private_settings(config_path, engine_url, kind)
+    fields = parse_json_object(metadata, "--metadata")
     return run_async(
-        capture(settings, data, list(argv), harness=harness, model=model, as_json=as_json, metadata=kept, reward=reward)
+        capture(
+            settings, data, list(argv), harness=harness, model=model, as_json=as_json, metadata=fields, reward=reward
+        )
     )
 
 
 class CaptureSummary(Struct):
-    """What was captured. `tokens` are the sampled ones; `traces` what merging by exact prefix gives."""
+    """Counts of a captured session. `tokens` are the sampled ones; `traces` those of the builder prefix_merging."""
 
     session_id: str
     exchanges: int = 0
@@ -92,9 +94,9 @@ async def capture(
     metadata: dict[str, Any] | None = None,
     reward: float | None = None,
 ) -> int:
-    """Runs `argv` in `folder` (default: this one) and prints what was captured; its exit status."""
+    """Runs `argv` in `folder` (default: the current one) and prints a summary. Returns the exit status of `argv`."""
     if shutil.which(argv[0]) is None:
-        raise ConfigError(f"There is no command {argv[0]!r}.")
+        raise ConfigError(f"The command {argv[0]!r} was not found on PATH.")
     name = harness or find_by_command(argv)
     preset = load_harness(name) if name else None
     wanted = model or (preset.default_model if preset else "polar")
@@ -135,8 +137,8 @@ async def capture(
         _print_summary(summary, settings, data)
     if summary.exit_code == 0 and summary.exchanges == 0:
         raise ConfigError(
-            "The command ended well, but asked the gateway nothing: does it read OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
-            "or GOOGLE_GEMINI_BASE_URL? A known harness can be named with --harness."
+            "The command succeeded, but made no model call: does it read OPENAI_BASE_URL, ANTHROPIC_BASE_URL or "
+            "GOOGLE_GEMINI_BASE_URL? Name a known harness with --harness."
         )
     return summary.exit_code
 
@@ -158,11 +160,11 @@ def _print_summary(summary: CaptureSummary, settings: Settings, data: Path) -> N
     console.print(table)
     if summary.traces > 1:
         console.print(
-            "A trace is a run of calls whose prompts each begin with everything before, token for token. "
-            "A sub-agent begins another, and so does a history that was changed."
+            "A trace is a run of calls, each of whose prompts begins with all tokens before it. "
+            "A sub-agent starts another trace, and so does a changed history."
         )
     if summary.branches:
-        console.print(f"Prompts that don't just go on from recorded tokens: {_format_counts(summary.branches)}.")
+        console.print(f"Prompts that don't continue recorded tokens: {_format_counts(summary.branches)}.")
     if summary.untrained_calls:
         console.print(f"Calls that don't train: {_format_reasons(summary.untrained_calls)}.")
     if "forced_tool" in summary.untrained_calls:
@@ -174,11 +176,11 @@ def _print_summary(summary: CaptureSummary, settings: Settings, data: Path) -> N
         console.print(f"Sampled tokens that don't train: {_format_counts(summary.excluded)}.")
     if (note := describe_default_engine(settings)) is not None:
         console.print(note)
-    console.print(f"Look at it with: {format_show_command(summary.session_id, data)}")
+    console.print(f"Show it with: {format_show_command(summary.session_id, data)}")
 
 
 def _count_untrained_calls(exchanges: list[Exchange], excluded: list[ExcludedSpan]) -> dict[str, int]:
-    """Calls none of whose sampled tokens train, by reason: the call's own, or that of its first excluded tokens."""
+    """Counts calls without a trainable token, by reason: the call's own, or that of its first excluded tokens."""
     reasons: dict[str, str] = {}
     tokens: Counter[str] = Counter()
     for span in excluded:
@@ -209,7 +211,8 @@ def _make_private_home(data: Path, session_id: str) -> Path:
 
 
 async def _run_command(argv: list[str], variables: dict[str, str], folder: Path | None) -> int:
-    """The command's exit status. It shares our terminal; an interrupt reaches it first, and we wait for its end."""
+    """Returns the command's exit status. The command shares our terminal: an interrupt reaches it, and we wait for it
+    to end."""
     loop = asyncio.get_running_loop()
     try:
         process = await asyncio.create_subprocess_exec(*argv, env=variables, cwd=folder)

@@ -1,4 +1,4 @@
-"""What commands share: their options, the event loop, and how results are printed."""
+"""Shared by commands: options, settings, logging and the event loop."""
 
 import asyncio
 import json
@@ -24,11 +24,15 @@ config_option = click.option(
     "config_path",
     type=click.Path(path_type=Path),
     default=None,
-    help="settings [default: polar.toml, if it is there]",
+    help="Read settings from this file [default: polar.toml, if it exists].",
 )
 DEFAULT_DATA_FOLDER = Path(".polar")
 data_option = click.option(
-    "--data", type=click.Path(path_type=Path), default=DEFAULT_DATA_FOLDER, show_default=True, help="where state lives"
+    "--data",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_DATA_FOLDER,
+    show_default=True,
+    help="Keep state in this folder.",
 )
 
 
@@ -37,45 +41,47 @@ def settings_options(function: F) -> F:
 
 
 def log_options(function: F) -> F:
-    """For commands that run for long: see `start_logging`."""
+    """Options of long-running commands: see `start_logging`."""
     form = click.option(
-        "--log-format", type=click.Choice(get_args(logs.LogFormat)), help="json: an object a line [default: text]"
+        "--log-format", type=click.Choice(get_args(logs.LogFormat)), help="Set the format of the log [default: text]."
     )
-    level = click.option("--log-level", type=click.Choice(get_args(logs.LogLevel)), help="and above [default: warning]")
+    level = click.option(
+        "--log-level", type=click.Choice(get_args(logs.LogLevel)), help="Log this level and above [default: warning]."
+    )
     return form(level(function))
 
 
 def forget_secrets(settings: config.Settings) -> None:
-    """For commands that run for long: nothing that they start finds the settings' secrets in its environment."""
+    """Removes the settings' secrets from the environment, so that child processes don't inherit them."""
     erase_variables(config.ENVIRONMENT_PREFIX, collect_secrets(settings))
 
 
 def start_logging(
     settings: config.Settings, log_format: logs.LogFormat | None, log_level: logs.LogLevel | None
 ) -> None:
-    """To standard error, without the settings' secrets."""
+    """Logs to standard error, with the settings' secrets redacted."""
     logs.configure(log_format or settings.log.format, log_level or settings.log.level, collect_secrets(settings))
 
 
 def engine_options(function: F) -> F:
-    """For commands with a private gateway: see `private_settings`."""
-    url = click.option("--engine", "engine_url", help="URL of the inference engine")
-    kind = click.option("--kind", help="the engine's kind [default: as configured; vllm if no engine is]")
+    """Options of commands with a private gateway: see `private_settings`."""
+    url = click.option("--engine", "engine_url", help="Use the inference engine at this URL.")
+    kind = click.option("--kind", help="Set the engine's kind [default: as configured, else vllm].")
     return url(kind(function))
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="one line of JSON for machines")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 
 
 def load_settings(path: Path | None, **overrides: dict[str, Any]) -> config.Settings:
-    """The settings, with some replaced by the command line (`gateway={"port": 0}`)."""
+    """Loads the settings, with overrides of the command line (`gateway={"port": 0}`)."""
     return config.load(path, overrides=overrides)
 
 
-def private_settings(
+def load_private_settings(
     path: Path | None, engine_url: str | None, kind: str | None, **overrides: dict[str, Any]
 ) -> config.Settings:
-    """Those of a gateway of the command's own: on any free port, with the engine that the command line names."""
+    """Loads the settings for a private gateway: on a free port, with the engine that the command line names."""
     engine: dict[str, Any] = {}
     if engine_url:
         engine = config.engine_settings_at(engine_url, load_settings(path).engine)
@@ -85,19 +91,19 @@ def private_settings(
 
 
 def describe_default_engine(settings: config.Settings) -> str | None:
-    """Who answered, where nobody was named; who chose what the engine says knows."""
+    """Names the default engine, where neither the settings nor the command line chose one."""
     if settings.engine.urls or settings.engine.options:
         return None
-    return f"No engine is configured, so the {settings.engine.kind} one answered: name yours with --engine URL."
+    return f"No engine is configured, so the {settings.engine.kind} engine answered: name yours with --engine URL."
 
 
 def format_show_command(session_id: str, data: Path) -> str:
-    """What to type to look at a session."""
+    """The command that shows a session."""
     return f"polar show {session_id}" + ("" if data == DEFAULT_DATA_FOLDER else f" --data {shlex.quote(str(data))}")
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    if not logging.getLogger().handlers:  # those of a command that has options for its log
+    if not logging.getLogger().handlers:  # set by commands with log options
         logs.configure()
     if sys.platform == "win32":
         return asyncio.run(coroutine)
@@ -112,5 +118,5 @@ def parse_json_object(text: str, option: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{option} is not JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise ConfigError(f'{option} is a JSON object, such as \'{{"purpose": "test"}}\'.')
+        raise ConfigError(f'{option} must be a JSON object, such as \'{{"purpose": "test"}}\'.')
     return value

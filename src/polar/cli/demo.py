@@ -1,4 +1,4 @@
-"""polar demo: a small model learns to use a tool, out of nothing but what its agent earns, on this machine."""
+"""polar demo: trains a small model to use a tool, from its agent's rewards alone, on this machine."""
 
 import asyncio
 import itertools
@@ -25,22 +25,24 @@ from polar.telemetry.logs import LogFormat, LogLevel
 from polar.train.settings import TrainSettings
 
 _RECOMPUTED_SESSIONS = 8
-"""Sessions whose log-probabilities are recomputed: the newest, which are of the last weights."""
+"""Newest sessions, sampled with the last weights, whose log-probabilities are recomputed."""
 
 
 @click.command("demo")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of the questions, and of training")
-@click.option("--steps", type=click.IntRange(1), default=14, show_default=True)
-@click.option("--harness", help="who answers the questions [default: the agent of examples/lookup]")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed the questions and the training."
+)
+@click.option("--steps", type=click.IntRange(1), default=14, show_default=True, help="Train for this many steps.")
+@click.option("--harness", help="Answer the questions with this harness [default: the agent of examples/lookup].")
 @click.option(
     "--model",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="that learns [default: SmolLM2-135M-Instruct, which is fetched once]",
+    help="Train the model in this folder [default: SmolLM2-135M-Instruct, downloaded once].",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="folder of everything; one with a demo in it is taken up [default: runs/demo-N]",
+    help="Keep everything in this folder; resume the demo that is in it [default: runs/demo-N].",
 )
 @log_options
 @json_option
@@ -54,32 +56,32 @@ def command(
     log_level: LogLevel | None,
     as_json: bool,
 ) -> int:
-    """A model learns to answer questions with a tool: live, in minutes, on two cores."""
+    """Train a small model to answer questions with a tool, in minutes, on two cores."""
     start_logging(Settings(), log_format, log_level)
     _check_installed(harness)
     began = time.monotonic()
-    folder = output or _next_free_folder()
+    folder = output or _find_free_folder()
     if (settings := demo_folder.load_existing(folder)) is not None:
         _check_no_other_options(folder)
     else:
         if model is None:
             with show_progress() as bar:
                 model = ensure_default_model(bar)
-        wanted = demo_folder.DemoOptions(model, _half_the_layers(model), seed, steps, harness=harness)
-        settings = demo_folder.create_demo_folder(folder, wanted)
+        options = demo_folder.DemoOptions(model, _count_demo_layers(model), seed, steps, harness=harness)
+        settings = demo_folder.create_demo_folder(folder, options)
     name = Path(settings.model.folder or "").name
     console = Console(stderr=True)
     if not as_json:
         console.print(
-            f"{name} learns to look things up. Each answer stands in a file that only the agent's tool reads.\n"
-            f"Questions, settings and all that is kept are in {folder}.",
+            f"{name} learns to look things up. Each answer is in a file that only the agent's tool reads.\n"
+            f"Questions, settings and results are in {folder}.",
             highlight=False,
             soft_wrap=True,
         )
-    ended = run_async(run_demo(settings, console, silent=as_json))
-    if isinstance(ended, int):
-        return ended
-    return report(ended, time.monotonic() - began, as_json=as_json)
+    result = run_async(run_demo(settings, console, silent=as_json))
+    if isinstance(result, int):
+        return result
+    return print_result(result, time.monotonic() - began, as_json=as_json)
 
 
 def _check_no_other_options(folder: Path) -> None:
@@ -87,7 +89,7 @@ def _check_no_other_options(folder: Path) -> None:
     for name in ("seed", "steps", "harness", "model"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError(
-                f"{folder} has a demo with settings of its own: leave out --{name}, or name another folder."
+                f"{folder} contains a demo with its own settings: omit --{name}, or choose another --output folder."
             )
 
 
@@ -101,12 +103,12 @@ class DemoResult(Struct):
 
 
 async def run_demo(settings: TrainSettings, console: Console, *, silent: bool) -> DemoResult | int:
-    """Or an exit status, where it was interrupted."""
+    """Runs the demo. Returns an exit status instead of a result where it was interrupted."""
 
-    def interrupted() -> None:
-        click.echo(f"polar: Interrupted. To go on: polar demo --output {settings.output_folder}", err=True)
+    def report_interrupted() -> None:
+        click.echo(f"polar: Interrupted. To continue: polar demo --output {settings.output_folder}", err=True)
 
-    outcome = await train_with_progress(settings, console, interrupted, silent=silent)
+    outcome = await train_with_progress(settings, console, report_interrupted, silent=silent)
     if isinstance(outcome, int):
         return outcome
     data = outcome.output / "service"
@@ -118,7 +120,7 @@ async def run_demo(settings: TrainSettings, console: Console, *, silent: bool) -
 
 
 async def _recompute(data: Path, model: Path, version: int) -> VerifyFindings:
-    """The newest sessions' log-probabilities, with the weights that sampled them."""
+    """Recomputes the newest sessions' log-probabilities with the weights that sampled them."""
     from polar.trajectory.teacher import Teacher
 
     store = open_existing_store(Settings(), data)
@@ -130,15 +132,15 @@ async def _recompute(data: Path, model: Path, version: int) -> VerifyFindings:
     return await verify_sessions(Settings(), data, newest, teacher, version)
 
 
-def report(result: DemoResult, duration_seconds: float, *, as_json: bool) -> int:
-    """Prints what came of it; the exit status."""
+def print_result(result: DemoResult, duration_seconds: float, *, as_json: bool) -> int:
+    """Returns the exit status."""
     complaint = result.verified.describe_failure(DEFAULT_TOLERANCE) or result.recomputed.describe_failure(
         DEFAULT_TOLERANCE
     )
     sessions, sound = result.verified.sessions, result.verified.sessions - result.verified.num_faulty
     compared = result.recomputed.comparison
     if as_json:
-        told = {
+        summary = {
             "held_out_before": result.reward_before,
             "held_out_after": result.reward_after,
             "seconds": round(duration_seconds, 1),
@@ -147,13 +149,13 @@ def report(result: DemoResult, duration_seconds: float, *, as_json: bool) -> int
             "largest_difference": None if compared is None else compared.largest,
             "picture": str(result.picture),
         }
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(summary))
     else:
         console = Console()
         rows = [
             (
                 "held-out questions",
-                f"{_format_share(result.reward_before)} right before, {_format_share(result.reward_after)} after",
+                f"{_format_share(result.reward_before)} correct before, {_format_share(result.reward_after)} after",
             ),
             ("trajectories", f"{sound} of {sessions} sessions verified, token by token"),
             ("reward curve", str(result.picture)),
@@ -180,17 +182,17 @@ def _check_installed(harness: str | None) -> None:
     if harness is None:
         needed.append("openai")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise ConfigError(f"polar demo takes {', '.join(missing)}: {install_hint('train')}.")
+        raise ConfigError(f"polar demo needs {', '.join(missing)}: {install_hint('train')}.")
 
 
-def _half_the_layers(model: Path) -> int:
-    """Layers. Half of them learn as well as all, in less time."""
+def _count_demo_layers(model: Path) -> int:
+    """How many of the model's layers the demo trains: half of them learn as well as all, in less time."""
     try:
         layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{model} is no model: its config.json does not say how many layers it has.") from error
+        raise ConfigError(f"{model} is not a model folder: its config.json has no num_hidden_layers.") from error
     return max(1, int(layers) // 2)
 
 
-def _next_free_folder() -> Path:
+def _find_free_folder() -> Path:
     return next(path for number in itertools.count(1) if not (path := Path(f"runs/demo-{number}")).exists())

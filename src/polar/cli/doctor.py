@@ -1,4 +1,4 @@
-"""polar doctor: what works on this machine, and what an engine really does."""
+"""polar doctor: checks this machine, and runs the conformance test against an engine."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from polar.engines.pool import EnginePool
 from polar.engines.probe import Finding, probe_engine
 from polar.folders import make_private_folder
 from polar.harnesses.base import Harness
-from polar.harnesses.cache import cache_folder, find_damage, list_installations
+from polar.harnesses.cache import find_cache_folder, find_damage, list_installations
 from polar.plugins import list_problems, load_all
 from polar.runtimes.base import RuntimeBackend
 from polar.runtimes.trial import run_trial
@@ -28,7 +28,7 @@ from polar.runtimes.trial import run_trial
 
 @click.command("doctor")
 @settings_options
-@click.option("--kind", help="the engine's kind [default: from the settings; vllm if a URL is given]")
+@click.option("--kind", help="Set the engine's kind [default: from the settings; vllm if a URL is given].")
 @json_option
 @click.argument("engine_url", required=False)
 def command(config_path: Path | None, data: Path, kind: str | None, as_json: bool, engine_url: str | None) -> int:
@@ -44,20 +44,23 @@ def command(config_path: Path | None, data: Path, kind: str | None, as_json: boo
         status.update("harnesses")
         harnesses = _check_harnesses(settings)
         status.update(f"engine {', '.join(settings.engine.urls) or f'of the kind {settings.engine.kind}'}")
-        found = run_async(_probe_engines(settings))
+        engines = run_async(_probe_engines(settings))
     if as_json:
-        shown = {"machine": machine, "harnesses": harnesses}
-        told: dict[str, object] = {name: _to_dicts(rows) for name, rows in shown.items()}
-        told["runtimes"] = [structs.asdict(row.finding) | {"missing": row.missing} for row in runtimes]
-        click.echo(json.dumps(told | {"engines": {url: _to_dicts(rows) for url, rows in found.items()}}))
+        document: dict[str, object] = {
+            "machine": _to_dicts(machine),
+            "harnesses": _to_dicts(harnesses),
+            "runtimes": [structs.asdict(row.finding) | {"missing": row.missing} for row in runtimes],
+            "engines": {url: _to_dicts(rows) for url, rows in engines.items()},
+        }
+        click.echo(json.dumps(document))
     else:
         console = Console()
         _print_findings(console, "This machine", machine)
         _print_runtimes(console, runtimes)
         _print_findings(console, "Harnesses", harnesses)
-        for url, rows in found.items():
+        for url, rows in engines.items():
             _print_findings(console, f"Engine {url} ({settings.engine.kind})", rows)
-    return 1 if any(row.ok is False for rows in found.values() for row in rows) else 0
+    return 1 if any(row.ok is False for rows in engines.values() for row in rows) else 0
 
 
 async def _probe_engines(settings: Settings) -> dict[str, list[Finding]]:
@@ -78,20 +81,20 @@ def _check_machine(data: Path) -> list[Finding]:
 
 
 def _check_plugins() -> list[Finding]:
-    """A row for each that is left out."""
-    advice = "mend or remove its package; nothing else needs it"
+    """A finding for each plug-in that could not be loaded."""
+    advice = "repair or remove its package; nothing else needs it"
     return [Finding("plug-in", False, problem, advice) for problem in list_problems()]
 
 
 class _RuntimeFinding(Struct):
     finding: Finding
-    missing: list[str]  # what it does not isolate or limit here
+    missing: list[str]  # isolation and limits that it lacks here
 
 
 async def _check_runtimes(settings: Settings, data: Path) -> list[_RuntimeFinding]:
     backends = load_all("runtimes")
     allowed = settings.node.runtimes or backends
-    logging.getLogger("polar.runtimes").setLevel(logging.ERROR)  # its warnings are in the table
+    logging.getLogger("polar.runtimes").setLevel(logging.ERROR)  # the table shows its warnings
     with tempfile.TemporaryDirectory(dir=data if os.access(data, os.W_OK) else None) as state:
         made: dict[str, RuntimeBackend] = {
             name: backend(Path(state), _UNUSED_GATEWAY_URL) for name, backend in backends.items()
@@ -101,12 +104,12 @@ async def _check_runtimes(settings: Settings, data: Path) -> list[_RuntimeFindin
 
 async def _check_runtime(name: str, kind: RuntimeBackend, *, allowed: bool) -> _RuntimeFinding:
     try:
-        why = await (run_trial(kind) if allowed else kind.check_availability())
-        missing = kind.list_isolation_gaps() if why is None and allowed else []
+        problem = await (run_trial(kind) if allowed else kind.check_availability())
+        missing = kind.list_isolation_gaps() if problem is None and allowed else []
     finally:
         await kind.close()
-    if why is not None:
-        return _RuntimeFinding(Finding(name, False, "can't be made here", why), missing)
+    if problem is not None:
+        return _RuntimeFinding(Finding(name, False, "does not work here", problem), missing)
     follows = _RUNTIME_ADVICE.get(name, f'backend = "{name}" in a task')
     if os.geteuid() != 0:
         follows += _ROOTLESS_ADVICE.get(name, "")
@@ -117,10 +120,10 @@ async def _check_runtime(name: str, kind: RuntimeBackend, *, allowed: bool) -> _
     return _RuntimeFinding(Finding(name, True, "works", follows), missing)
 
 
-_UNUSED_GATEWAY_URL = "http://127.0.0.1:1"  # nothing asks it
+_UNUSED_GATEWAY_URL = "http://127.0.0.1:1"  # nothing calls it
 _RUNTIME_ADVICE = {
-    "local": "for code that you trust: nothing is hidden or forbidden",
-    "bubblewrap": "the default: a sandbox over this machine's files, or an unpacked image's",
+    "local": "for code that you trust: no isolation",
+    "bubblewrap": "the default: a sandbox over this machine's files, or those of an unpacked image",
 }
 _ROOTLESS_ADVICE = {
     "bubblewrap": "; without root, in a user namespace: all files inside are one user's",
@@ -128,7 +131,7 @@ _ROOTLESS_ADVICE = {
 
 
 def _check_harnesses(settings: Settings) -> list[Finding]:
-    cache = cache_folder(settings.node.harness_cache)
+    cache = find_cache_folder(settings.node.harness_cache)
     presets: list[Harness] = [preset() for preset in load_all("harnesses").values()]
     return [
         _check_harness(preset, cache) for preset in presets if preset.package is not None
@@ -136,14 +139,17 @@ def _check_harnesses(settings: Settings) -> list[Finding]:
 
 
 def _check_harness(preset: Harness, cache: Path) -> Finding:
-    """`polar run` takes it from the cache, `polar capture` from PATH."""
+    """`polar run` uses the harness in the cache, `polar capture` the one on PATH."""
     versions = list_installations(cache, preset.name)
-    for one in versions:
-        if (wrong := find_damage(one)) is not None:
-            advice = f"polar harness install {preset.name}@{one.version}"
-            return Finding(preset.name, False, f"{one.version} in {cache} is damaged: {wrong}", advice)
-    path = next((found for command in preset.executables if (found := shutil.which(command))), None)
-    seen = ([f"installed: {', '.join(one.version for one in versions)}"] if versions else []) + ([path] if path else [])
+    for installation in versions:
+        if (damage := find_damage(installation)) is not None:
+            version = installation.version
+            advice = f"polar harness install {preset.name}@{version}"
+            return Finding(preset.name, False, f"{version} in {cache} is damaged: {damage}", advice)
+    path = next((executable for command in preset.executables if (executable := shutil.which(command))), None)
+    locations = ([f"installed: {', '.join(one.version for one in versions)}"] if versions else []) + (
+        [path] if path else []
+    )
     follows = []
     if versions:
         follows.append(f"polar run TASK --harness {preset.name}")
@@ -151,7 +157,9 @@ def _check_harness(preset: Harness, cache: Path) -> Finding:
         follows.append(f"for polar run: polar harness install {preset.name}")
     if path is not None:
         follows.append(f"polar capture -- {preset.executables[0]} ...")
-    return Finding(preset.name, bool(seen), "; ".join(seen) or "not installed, not on PATH", "; ".join(follows))
+    return Finding(
+        preset.name, bool(locations), "; ".join(locations) or "not installed, not on PATH", "; ".join(follows)
+    )
 
 
 def _check_store(data: Path) -> Finding:

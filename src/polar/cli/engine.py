@@ -1,4 +1,4 @@
-"""polar engine: the embedded engine by itself."""
+"""polar engine: serves the embedded engine by itself."""
 
 import os
 from pathlib import Path
@@ -14,18 +14,20 @@ from polar.telemetry import logs
 
 
 @click.command("engine")
-@click.option("--model", type=click.Path(path_type=Path), help="the model's folder [default: SmolLM2-135M-Instruct]")
-@click.option("--name", help="of the model, as clients call it [default: the folder's]")
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=int, default=8000, show_default=True, help="0 takes a free one")
-@click.option("--device", help="cpu, cuda, cuda:1, ... [default: a GPU where there is one]")
-@click.option("--dtype", help="of weights and cache [default: float32 on a CPU, bfloat16 on a GPU]")
-@click.option("--threads", type=int, help="of the CPU [default: torch's own choice]")
-@click.option("--context-length", type=int, help="of prompt and reply together [default: 2048]")
-@click.option("--memory-gib", type=float, help="of keys and values [default: 2 on a CPU, 8 on a GPU]")
-@click.option("--max-requests", type=int, help="that are sampled at the same time [default: 256]")
-@click.option("--max-batch-tokens", type=int, help="in one pass of the model [default: 1024]")
-@click.option("--state", help="file that remembers the last update of the weights, for a restart")
+@click.option(
+    "--model", type=click.Path(path_type=Path), help="Serve the model in this folder [default: SmolLM2-135M-Instruct]."
+)
+@click.option("--name", help="Set the name by which clients request the model [default: the folder's].")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Listen at this address.")
+@click.option("--port", type=int, default=8000, show_default=True, help="Listen at this port; 0 chooses a free one.")
+@click.option("--device", help="Compute on cpu, cuda, cuda:1, ... [default: a GPU if there is one].")
+@click.option("--dtype", help="Set the type of weights and cache [default: float32 on a CPU, bfloat16 on a GPU].")
+@click.option("--threads", type=int, help="Use this many CPU threads [default: torch's choice].")
+@click.option("--context-length", type=int, help="Limit prompt and reply to so many tokens [default: 2048].")
+@click.option("--memory-gib", type=float, help="Limit the KV cache [default: 2 on a CPU, 8 on a GPU].")
+@click.option("--max-requests", type=int, help="Sample this many requests at a time [default: 256].")
+@click.option("--max-batch-tokens", type=int, help="Limit a forward pass to so many tokens [default: 1024].")
+@click.option("--state", help="Record weight updates in this file, so that a restart loads the last one.")
 @log_options
 def command(
     model: Path | None,
@@ -34,8 +36,8 @@ def command(
     log_level: logs.LogLevel | None,
     **given: Any,
 ) -> None:
-    """Serve a Hugging Face model with vLLM's API, for training: token ids in and out, log-probabilities, and weights
-    that are replaced in place."""
+    """Serve a Hugging Face model with vLLM's API, for training: token ids in and out, log-probabilities, and in-place
+    weight updates."""
     from polar.engines.embedded.options import EmbeddedOptions
 
     logs.configure(log_format or "text", log_level or "warning", [])

@@ -1,4 +1,4 @@
-"""polar export: sessions as a trainer's own code takes them."""
+"""polar export: writes sessions in a trainer's format."""
 
 import asyncio
 import os
@@ -31,28 +31,50 @@ from polar.trajectory.checker import SessionChecker
 _DEFAULT_BUILDER = "prefix_merging"
 _SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _PROGRESS_DELAY_SECONDS = 2.0
-"""An export that takes longer shows how far it is."""
+"""Longer exports show their progress."""
 
 
 @click.command("export")
 @settings_options
-@click.option("--format", "format_name", required=True, metavar="F", help="polar, slime, verl, sft, preference, ...")
-@click.option("--builder", metavar="B", help=f"per_request or prefix_merging [default: {_DEFAULT_BUILDER}]")
-@click.option("--session", "sessions", multiple=True, metavar="ID", help="only this one (may be repeated)")
-@click.option("--min-reward", type=float, metavar="R", help="only sessions of this reward or more")
-@click.option("--best", type=click.IntRange(1), metavar="N", help="only the N sessions of a task that earned most")
-@click.option("--unique", is_flag=True, help="of sessions that say the same, one")
+@click.option(
+    "--format",
+    "format_name",
+    required=True,
+    metavar="F",
+    help="Write this format: polar, slime, verl, sft, preference, ...",
+)
+@click.option(
+    "--builder", metavar="B", help=f"Build traces by per_request or prefix_merging [default: {_DEFAULT_BUILDER}]."
+)
+@click.option("--session", "sessions", multiple=True, metavar="ID", help="Export only this session (may be repeated).")
+@click.option("--min-reward", type=float, metavar="R", help="Export only sessions with a reward of at least R.")
+@click.option(
+    "--best", type=click.IntRange(1), metavar="N", help="Export only the N sessions of each task that earned most."
+)
+@click.option("--unique", is_flag=True, help="Export only one of several sessions with equal content.")
 @click.option(
     "--suspicious",
     type=click.Choice(get_args(SuspiciousFilter)),
     default="keep",
     show_default=True,
-    help="keep sessions with proven tampering, export only those, or exclude them",
+    help="Keep sessions with proven tampering, export only those, or exclude them.",
 )
-@click.option("--tokenizer", metavar="DIR", help="of the model that is to learn (sft-tokens): rendered in its template")
-@click.option("--role", "roles", multiple=True, type=click.Choice(get_args(ExchangeRole)), help="train only these")
-@click.option("--since", metavar="TIME", help="only sessions begun since: 2026-01-31, 2026-01-31T12:00, 90m, 12h, 7d")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="a file, or a folder [default: stdout]")
+@click.option(
+    "--tokenizer", metavar="DIR", help="Render with the template of the model to be trained (sft-tokens only)."
+)
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    type=click.Choice(get_args(ExchangeRole)),
+    help="Train only tokens of this role (may be repeated).",
+)
+@click.option(
+    "--since",
+    metavar="TIME",
+    help="Export only sessions begun since: 2026-01-31, 2026-01-31T12:00, 90m, 12h, 7d.",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file or folder [default: stdout].")
 @json_option
 def command(
     config_path: Path | None,
@@ -72,22 +94,22 @@ def command(
 ) -> None:
     """Export sessions in a trainer's format, newest first.
 
-    With --role, tokens of other roles do not train (they are context at most), and weights are shares of what is left.
-    What can't be exported is counted on stderr, with the reason.
+    With --role, tokens of other roles are context and do not train; weights are shares of the remaining tokens.
+    Sessions that can't be exported are counted on stderr, with the reason.
     """
     since_seconds = None if since is None else parse_since(since, time.time())
     selection = Selection(sessions, since_seconds, min_reward, frozenset(roles), best, unique, suspicious)
     exporter = _make_exporter(format_name, tokenizer)
     if isinstance(exporter, FolderExporter) and (output is None or output.exists()):
-        raise ConfigError(f"{format_name} is a folder: name one with -o that is not there yet.")
+        raise ConfigError(f"{format_name} writes a folder: name one with -o that does not exist yet.")
     build = _load_builder(builder, exporter)
     if exporter.is_binary and output is None and sys.stdout.isatty():
         raise ConfigError(f"{format_name} is binary: name a file with -o.")
     tally = run_async(_export(load_settings(config_path), data, exporter, build, selection, output))
     _report(exporter, tally, output, as_json=as_json)
     if not exporter.rows:
-        found = tally.left_out or exporter.left_out
-        why = "all that was found had to be left out" if found else "no session fits what was asked for"
+        was_found = tally.left_out or exporter.left_out
+        why = "every matching session had to be left out" if was_found else "no session matches the options"
         raise ConfigError(f"Nothing was exported from {data}: {why}.")
 
 
@@ -96,20 +118,20 @@ def _make_exporter(name: str, tokenizer: str | None) -> Exporter:
     if tokenizer is None:
         return cast(Exporter, kind())
     if "tokenizer" not in getattr(kind, "option_names", ()):
-        raise ConfigError(f"The format {name} takes no --tokenizer: sft-tokens does.")
+        raise ConfigError(f"The format {name} has no --tokenizer option; sft-tokens has.")
     return cast(Exporter, kind(tokenizer=tokenizer))
 
 
 def _load_builder(name: str | None, exporter: Exporter) -> Builder:
     if "tree" in exporter.needs:
         if name not in (None, "prefix_tree"):
-            raise ConfigError(f"The format {exporter.name} is a tree; leave --builder {name} out.")
+            raise ConfigError(f"The format {exporter.name} is a tree: omit --builder {name}.")
         name = _DEFAULT_BUILDER
     elif name == "prefix_tree":
         raise ConfigError(f"prefix_tree builds no traces, and {exporter.name} needs them: use --format tree.")
     name = name or _DEFAULT_BUILDER
     if name not in names("builders"):
-        raise ConfigError(f"There is no builder {name!r}; known: {', '.join(names('builders'))}.")
+        raise ConfigError(f"Unknown builder {name!r}. Available: {', '.join(names('builders'))}.")
     build: Builder = load("builders", name)
     return build
 
@@ -122,7 +144,7 @@ def parse_since(text: str, now: float) -> float:
         return datetime.fromisoformat(text.strip()).timestamp()
     except ValueError as error:
         raise ConfigError(
-            f"--since {text!r} is no time (2026-01-31, 2026-01-31T12:00) and no duration (90m, 12h, 7d)."
+            f"--since {text!r} is neither a time (2026-01-31, 2026-01-31T12:00) nor a duration (90m, 12h, 7d)."
         ) from error
 
 
@@ -139,8 +161,8 @@ async def _export(
             progress = asyncio.create_task(_show_progress(tally, file, len(selection.sessions) or None))
             try:
                 checker = SessionChecker(settings.verify.share)
-                found = select_items(store, selection, exporter.needs, build, tally, checker)
-                await export(found, exporter, file.write)
+                items = select_items(store, selection, exporter.needs, build, tally, checker)
+                await export(items, exporter, file.write)
             finally:
                 progress.cancel()
                 await asyncio.gather(progress, return_exceptions=True)
@@ -150,7 +172,7 @@ async def _export(
 
 
 class _CountingFile:
-    """A file, and how much went into it."""
+    """A file that counts the bytes written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -163,7 +185,7 @@ class _CountingFile:
 
 @contextmanager
 def _open_output(output: Path | None, exporter: Exporter) -> Iterator[_CountingFile]:
-    """A file (or a folder) appears under its name when it is whole, and only if there is something in it."""
+    """Opens the output. A file or folder appears under its name only when it is complete, and only with rows."""
     if output is None:
         try:
             yield _CountingFile(sys.stdout.buffer)
@@ -175,7 +197,7 @@ def _open_output(output: Path | None, exporter: Exporter) -> Iterator[_CountingF
             raise ConfigError(f"Can't write to stdout: {error.strerror}.") from error
         return
     if output.exists() and not output.is_file():
-        # A pipe or a device: it is written to, never put aside.
+        # A pipe or a device is written in place.
         try:
             with output.open("wb") as file:
                 yield _CountingFile(file)
@@ -215,7 +237,7 @@ async def _show_progress(tally: ExportTally, file: _CountingFile, total: int | N
 
 
 def _report(exporter: Exporter, tally: ExportTally, output: Path | None, *, as_json: bool) -> None:
-    tokens: int = getattr(exporter, "tokens", tally.trainable_tokens)  # its own count, where it makes them anew
+    tokens: int = getattr(exporter, "tokens", tally.trainable_tokens)  # its own count, where it re-tokenizes
     if as_json:
         summary: dict[str, Any] = {
             "format": exporter.name,
@@ -236,14 +258,12 @@ def _report(exporter: Exporter, tally: ExportTally, output: Path | None, *, as_j
     for reason, count in exporter.left_out.items():
         click.echo(f"{exporter.name} can't hold: {reason} x {count}", err=True)
     if "without a reward" in tally.left_out:
-        click.echo(
-            "A session gets its reward with `polar session end ID --reward R`, on a gateway that is up.", err=True
-        )
+        click.echo("Set a session's reward with `polar session end ID --reward R` while the server runs.", err=True)
     if not exporter.rows:
         return
     where = "" if output is None else f" to {output}"
     counted = [_format_count(tally.sessions, "session"), _format_count(exporter.rows, "row")]
-    if tokens:  # where an engine told none, there is only text
+    if tokens:  # without token ids there is only text
         counted.append(_format_count(tokens, "trainable token"))
     click.echo(f"Exported {', '.join(counted)}{where}.", err=True)
 

@@ -1,4 +1,4 @@
-"""polar harness: installs known harnesses into a cache, from which any runtime is given them."""
+"""polar harness: installs known harnesses into a cache that any runtime can mount."""
 
 import contextlib
 import json
@@ -15,41 +15,42 @@ from polar.cli.common import config_option, json_option, load_settings, run_asyn
 from polar.errors import ConfigError
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
-from polar.harnesses.cache import Installation, cache_folder, find_damage, list_installations
+from polar.harnesses.cache import Installation, find_cache_folder, find_damage, list_installations
 from polar.harnesses.install.tools import Progress
 from polar.plugins import load_all
 
-_cache_option = click.option("--cache", help="where they are installed [default: from the settings]")
+_cache_option = click.option("--cache", help="Use this folder for installed harnesses [default: from the settings].")
 
 
 @click.group("harness")
 def command() -> None:
-    """Harnesses that any runtime can be given, without a change to its image."""
+    """Install harnesses that any runtime can use without a change to its image."""
 
 
 @command.command("install")
 @config_option
 @_cache_option
-@click.option("--python", help="the interpreter for those from PyPI [default: one that suits]")
+@click.option("--python", help="Use this interpreter for harnesses from PyPI [default: a suitable one].")
 @json_option
 @click.argument("wanted", metavar="NAME[@VERSION]...", nargs=-1, required=True)
 def install_command(
     config_path: Path | None, cache: str | None, python: str | None, as_json: bool, wanted: tuple[str, ...]
 ) -> None:
-    """Install harnesses: the version that the preset is made for, or another one, or `latest`."""
+    """Install harnesses: the version that the preset supports, a VERSION, or `latest`."""
     from polar.harnesses.install import install
 
-    folder = _cache_folder(config_path, cache)
-    chosen = [_parse_harness(one) for one in wanted]  # all, before the first one is begun
-    done: list[Installation] = []
+    folder = _find_cache_folder(config_path, cache)
+    chosen = [_parse_harness(text) for text in wanted]  # validated before the first installation
+    installed: list[Installation] = []
     for harness, version in chosen:
         with _show_steps(harness.name, as_json) as progress:
-            made = run_async(install(harness, version, folder, progress, python))
-        done.append(made)
+            installation = run_async(install(harness, version, folder, progress, python))
+        installed.append(installation)
         if not as_json:
-            click.echo(f"{made.name} {made.version} is installed ({_format_size(made.bytes)}): {made.folder}")
+            name = f"{installation.name} {installation.version}"
+            click.echo(f"{name} is installed ({_format_size(installation.bytes)}): {installation.folder}")
     if as_json:
-        click.echo(json.dumps([_installed_to_dict(one) for one in done]))
+        click.echo(json.dumps([_installation_to_dict(installation) for installation in installed]))
 
 
 @command.command("list")
@@ -57,27 +58,29 @@ def install_command(
 @_cache_option
 @json_option
 def list_command(config_path: Path | None, cache: str | None, as_json: bool) -> None:
-    """The known harnesses, and which of them are installed."""
-    folder = _cache_folder(config_path, cache)
+    """List the known harnesses and their installed versions."""
+    folder = _find_cache_folder(config_path, cache)
     harnesses: list[Harness] = [harness() for harness in load_all("harnesses").values()]
-    found = {
-        harness.name: [(one, find_damage(one)) for one in list_installations(folder, harness.name)]
+    installations = {
+        harness.name: [
+            (installation, find_damage(installation)) for installation in list_installations(folder, harness.name)
+        ]
         for harness in harnesses
     }
     if as_json:
-        click.echo(json.dumps([_harness_to_dict(harness, found[harness.name]) for harness in harnesses]))
+        click.echo(json.dumps([_harness_to_dict(harness, installations[harness.name]) for harness in harnesses]))
         return
     table = Table(title=f"Harnesses in {folder}", title_justify="left")
     for column in ("harness", "package", "version", "installed"):
         table.add_column(column, overflow="fold")
     for harness in harnesses:
-        there = [
-            f"{one.version} ({_format_size(one.bytes)}){f', damaged: {why}; install it again' if why else ''}"
-            for one, why in found[harness.name]
+        installed = [
+            f"{installation.version} ({_format_size(installation.bytes)}){_format_damage(damage)}"
+            for installation, damage in installations[harness.name]
         ]
         package = harness.package
         named = ("-", "-") if package is None else (f"{package.registry} {package.name}", package.version)
-        table.add_row(harness.name, *named, "\n".join(there) or ("needs none" if package is None else "no"))
+        table.add_row(harness.name, *named, "\n".join(installed) or ("needs none" if package is None else "no"))
     Console().print(table)
 
 
@@ -86,21 +89,21 @@ def list_command(config_path: Path | None, cache: str | None, as_json: bool) -> 
 @_cache_option
 @click.argument("wanted", metavar="NAME[@VERSION]")
 def remove_command(config_path: Path | None, cache: str | None, wanted: str) -> None:
-    """Remove a harness in all its versions, or in one."""
+    """Remove all versions of a harness, or one."""
     from polar.harnesses.install import remove
 
     harness, version = _parse_harness(wanted)
-    folder = _cache_folder(config_path, cache)
+    folder = _find_cache_folder(config_path, cache)
     with _show_steps(harness.name, False) as progress:
-        gone = run_async(remove(folder, harness.name, version, progress))
-    if not gone:
+        removed = run_async(remove(folder, harness.name, version, progress))
+    if not removed:
         raise ConfigError(f"{wanted} is not installed in {folder}.")
-    for one in gone:
-        click.echo(f"{harness.name} {one} is removed")
+    for removed_version in removed:
+        click.echo(f"{harness.name} {removed_version} is removed")
 
 
-def _cache_folder(config_path: Path | None, cache: str | None) -> Path:
-    return cache_folder(cache or load_settings(config_path).node.harness_cache)
+def _find_cache_folder(config_path: Path | None, cache: str | None) -> Path:
+    return find_cache_folder(cache or load_settings(config_path).node.harness_cache)
 
 
 def _parse_harness(wanted: str) -> tuple[Harness, str | None]:
@@ -110,7 +113,7 @@ def _parse_harness(wanted: str) -> tuple[Harness, str | None]:
 
 @contextlib.contextmanager
 def _show_steps(name: str, quiet: bool) -> Iterator[Progress]:
-    """Steps, on stderr: in one line that changes, or in lines where nobody watches."""
+    """Shows steps on stderr: on one changing line of a terminal, else as lines."""
     if quiet:
         yield lambda _: None
     elif sys.stderr.isatty():
@@ -120,26 +123,32 @@ def _show_steps(name: str, quiet: bool) -> Iterator[Progress]:
         yield lambda step: click.echo(f"{name}: {step}", err=True)
 
 
+def _format_damage(damage: str | None) -> str:
+    return f", damaged: {damage}; install it again" if damage else ""
+
+
 def _format_size(count: int) -> str:
     return f"{count / 1e6:.0f} MB"
 
 
-def _harness_to_dict(harness: Harness, found: list[tuple[Installation, str | None]]) -> dict[str, Any]:
+def _harness_to_dict(harness: Harness, installations: list[tuple[Installation, str | None]]) -> dict[str, Any]:
     package = harness.package
     return {
         "name": harness.name,
         "registry": None if package is None else package.registry,
         "package": None if package is None else package.name,
         "version": None if package is None else package.version,
-        "installed": [_installed_to_dict(one) | {"damage": why} for one, why in found],
+        "installed": [
+            _installation_to_dict(installation) | {"damage": damage} for installation, damage in installations
+        ],
     }
 
 
-def _installed_to_dict(one: Installation) -> dict[str, Any]:
+def _installation_to_dict(installation: Installation) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "version": one.version,
-        "folder": str(one.folder),
-        "executable": one.executable,
-        "bytes": one.bytes,
+        "name": installation.name,
+        "version": installation.version,
+        "folder": str(installation.folder),
+        "executable": installation.executable,
+        "bytes": installation.bytes,
     }

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for a command that has something to tear down."""
+"""Handles Ctrl-C and SIGTERM in commands that have to tear something down."""
 
 import asyncio
 import os
@@ -10,11 +10,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Use as a context manager. The first signal cancels the task that entered it, for as long as `cancels` is true;
-    the second one leaves at once."""
+    """Use as a context manager. The first signal cancels the task that entered it, while `cancels_task` is true; the
+    second one exits at once."""
 
     def __init__(self, on_first: Callable[[], None], on_second: Callable[[], None]) -> None:
-        """What is done besides, at each."""
+        """`on_first` and `on_second` are called at each signal."""
         self._on_first = on_first
         self._on_second = on_second
         self._task: asyncio.Task[Any] | None = None
@@ -42,5 +42,5 @@ class Interrupts:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status that says so, as shells have it."""
+        """128 plus the signal's number, as in shells; None without a signal."""
         return None if self.received_signal is None else 128 + self.received_signal

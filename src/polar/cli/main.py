@@ -1,4 +1,4 @@
-"""The command line. Each command lives in a module of its own, which is imported when it is called."""
+"""The command line. Each command has a module, which is imported when the command is called."""
 
 import sys
 from importlib import import_module
@@ -10,25 +10,25 @@ from polar.distribution import DISTRIBUTION
 from polar.errors import PolarError
 
 _COMMANDS = {
-    "capture": "run any agent command against a private gateway and keep every model call",
-    "run": "run tasks in sandboxes, evaluate them and keep their trajectories",
-    "tasks": "tasks made of data sets, such as SWE-bench's",
-    "matrix": "models over harnesses: a table of pass@1",
-    "submit": "send tasks to a server",
-    "status": "what goes on at a server: runs, queues, nodes; or one task",
-    "results": "what came of tasks at a server, in the order in which they ended",
-    "cancel": "end tasks at a server",
-    "up": "run the rollout server, with a gateway node in the same process",
-    "node": "a gateway node for a rollout server elsewhere",
-    "engine": "the embedded engine by itself: a model with vLLM's API, for training",
-    "train": "reinforcement learning: tasks in, a better model out",
-    "session": "a session for a harness that is run by hand",
-    "show": "a session as a readable tree",
-    "verify": "check that every trainable token is exactly what was sampled",
-    "export": "sessions in a trainer's format",
-    "harness": "install harnesses, for any runtime",
-    "doctor": "what works here, and what an engine can do",
-    "demo": "a small model learns to use a tool, on this machine",
+    "capture": "Run any agent command against a private gateway and record every model call.",
+    "run": "Run tasks in sandboxes, evaluate them and store their trajectories.",
+    "tasks": "Make tasks from data sets such as SWE-bench.",
+    "matrix": "Evaluate models in harnesses, as a table of pass@1.",
+    "submit": "Send tasks to a server.",
+    "status": "Print the runs, queues and nodes of a server, or one task.",
+    "results": "Print a server's results in the order in which they ended.",
+    "cancel": "Cancel tasks at a server.",
+    "up": "Run the rollout server, with a gateway node in the same process.",
+    "node": "Run a gateway node for a remote rollout server.",
+    "engine": "Serve a model with the embedded engine and vLLM's API, for training.",
+    "train": "Train a model by reinforcement learning on tasks.",
+    "session": "Open and end sessions for harnesses that are run by hand.",
+    "show": "Show a session as a readable tree.",
+    "verify": "Check that every trainable token is exactly what was sampled.",
+    "export": "Export sessions in a trainer's format.",
+    "harness": "Install harnesses for any runtime.",
+    "doctor": "Check what works on this machine, and what an engine can do.",
+    "demo": "Train a small model to use a tool, on this machine.",
 }
 
 

@@ -1,4 +1,4 @@
-"""polar matrix: served models over harnesses, as a table of pass@1."""
+"""polar matrix: evaluates models in harnesses, as a table of pass@1."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from rich.table import Table
 from polar.cli.common import json_option, log_options, run_async, start_logging
 from polar.cli.interrupts import Interrupts
 from polar.cli.run_progress import RunProgress, poll_load, show_progress
-from polar.cli.run_tally import RunTally, format_count, format_counts, with_file_width
+from polar.cli.run_tally import RunTally, format_count, format_counts, set_file_width
 from polar.config import Settings
 from polar.gateway.process import tune_process
 from polar.matrix.matrix_run import MatrixRun, MatrixSettings, load_matrix_settings
@@ -28,14 +28,14 @@ _RESULT_FILE = "matrix.json"
 
 @click.command("matrix")
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--output", help="the folder of everything that is kept; one with results in it is gone on with")
+@click.option("--output", help="Keep results in this folder; resume the matrix that is in it.")
 @log_options
 @json_option
 def command(
     config: Path, output: str | None, log_format: LogFormat | None, log_level: LogLevel | None, as_json: bool
 ) -> int:
-    """Run the tasks of CONFIG with each of its models in each of its harnesses. What was interrupted goes on where it
-    was: start it again."""
+    """Run the tasks of CONFIG with each of its models in each of its harnesses. Repeat the command to resume an
+    interrupted matrix."""
     start_logging(Settings(), log_format, log_level)
     settings = load_matrix_settings(config, output=None if output is None else str(Path(output).absolute()))
     return run_async(_run_matrix(settings, as_json))
@@ -44,30 +44,30 @@ def command(
 async def _run_matrix(settings: MatrixSettings, as_json: bool) -> int:
     tune_process()
     matrix = MatrixRun(settings)
-    watching = _MatrixProgress(Console(stderr=True), silent=as_json)
-    with Interrupts(lambda: watching.print_message(_INTERRUPTED_MESSAGE), watching.stop) as interrupts:
+    progress = _MatrixProgress(Console(stderr=True), silent=as_json)
+    with Interrupts(lambda: progress.print_message(_INTERRUPTED_MESSAGE), progress.stop) as interrupts:
         try:
-            await matrix.run(watching)
+            await matrix.run(progress)
         except asyncio.CancelledError:
             if interrupts.received_signal is None:
                 raise
-    found = await matrix.load_matrix()
+    results = await matrix.load_matrix()
     settings.output_folder.mkdir(parents=True, exist_ok=True)
-    (settings.output_folder / _RESULT_FILE).write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+    (settings.output_folder / _RESULT_FILE).write_text(json.dumps(results.to_dict(), indent=2) + "\n")
     if as_json:
-        click.echo(json.dumps(found.to_dict()))
+        click.echo(json.dumps(results.to_dict()))
     else:
-        _print_matrix(found)
+        _print_matrix(results)
     if interrupts.exit_status is not None:
         return interrupts.exit_status
-    if not found.is_complete:
-        click.echo(f"polar: {_complaint(found)}", err=True)
+    if not results.is_complete:
+        click.echo(f"polar: {_describe_missing(results)}", err=True)
         return 1
     return 0
 
 
 class _MatrixProgress:
-    """Shows sessions as they go, model after model."""
+    """Shows the progress of each model's sessions."""
 
     def __init__(self, console: Console, *, silent: bool) -> None:
         self._console = console
@@ -84,10 +84,10 @@ class _MatrixProgress:
             async with poll_load(self._progress, load, self._tally):
                 yield
 
-    def session_ended(self, finished: FinishedSession) -> None:
+    def on_session_ended(self, finished: FinishedSession) -> None:
         self._tally.add(finished)
         if self._progress is not None:
-            self._progress.session_ended(finished, self._tally)
+            self._progress.on_session_ended(finished, self._tally)
 
     def print_message(self, sentence: str) -> None:
         self._console.print(sentence, highlight=False, markup=False, soft_wrap=True)
@@ -97,11 +97,11 @@ class _MatrixProgress:
             self._progress.stop()
 
 
-_INTERRUPTED_MESSAGE = "Interrupted: sessions are cancelled and torn down. The same command goes on with the rest."
+_INTERRUPTED_MESSAGE = "Interrupted: sessions are cancelled and torn down. Repeat the command to continue."
 
 
 def _print_matrix(matrix: Matrix) -> None:
-    console = with_file_width(Console())
+    console = set_file_width(Console())
     table = Table(title=f"pass@1 of {format_count(matrix.tasks, 'task')}", title_justify="left")
     table.add_column("model", overflow="fold")
     for harness in matrix.harnesses:
@@ -120,7 +120,7 @@ def _format_cell(cell: Cell) -> str:
     return f"{100 * cell.pass_at_1:.1f}%{error} ({cell.solved}/{cell.graded}{missing})"
 
 
-def _complaint(matrix: Matrix) -> str:
+def _describe_missing(matrix: Matrix) -> str:
     lines = [
         f"{cell.model} in {cell.harness}: {cell.asked - cell.graded} of "
         f"{format_count(cell.asked, 'session')} without a reward"
@@ -128,4 +128,4 @@ def _complaint(matrix: Matrix) -> str:
         for cell in matrix.cells
         if cell.graded < cell.asked
     ]
-    return "\n  ".join(["Some sessions have no reward, through no fault of the agent's: run it again.", *lines])
+    return "\n  ".join(["Some sessions have no reward because the platform failed: repeat the command.", *lines])

@@ -1,4 +1,4 @@
-"""polar node: a gateway node for a rollout server elsewhere."""
+"""polar node: runs a gateway node for a remote rollout server."""
 
 import json
 import os
@@ -26,10 +26,10 @@ from polar.telemetry.logs import LogFormat, LogLevel
 
 @click.command("node")
 @settings_options
-@click.option("--join", "server", required=True, metavar="URL", help="of the rollout server's control plane")
-@click.option("--token", envvar="POLAR_NODE_TOKEN", help="the server's node token [env: POLAR_NODE_TOKEN]")
-@click.option("--port", type=int, default=0, help="of its data plane [default: a free one]")
-@click.option("--name", help="what the node is called [default: this machine's, and the number of the process]")
+@click.option("--join", "server", required=True, metavar="URL", help="Join the rollout server with this control plane.")
+@click.option("--token", envvar="POLAR_NODE_TOKEN", help="Set the server's node token [env: POLAR_NODE_TOKEN].")
+@click.option("--port", type=int, default=0, help="Serve the data plane at this port [default: a free one].")
+@click.option("--name", help="Set the node's name [default: the host name and the process id].")
 @log_options
 @json_option
 def command(
@@ -43,8 +43,8 @@ def command(
     log_level: LogLevel | None,
     as_json: bool,
 ) -> None:
-    """Run sessions for the rollout server at URL until interrupted. Its engines are those that the server names; where
-    the server's store is a PostgreSQL, name the same one ([store] url)."""
+    """Run sessions for the rollout server at URL until interrupted. The server names the engines. If its store is a
+    PostgreSQL database, set [store] url to the same one."""
     settings = load_settings(config_path, gateway={"port": port})
     start_logging(settings, log_format, log_level)
     forget_secrets(settings)
@@ -54,9 +54,11 @@ def command(
 
 async def _run_node(settings: Settings, data: Path, server: str, token: str | None, name: str, as_json: bool) -> None:
     tune_process()
-    orders = ShutdownSignals()
+    signals = ShutdownSignals()
     if as_json:
         click.echo(json.dumps({"server": server, "name": name}))
     else:
         Console().print(f"node {name} for {server}; stop with Ctrl-C")
-    await serve_node(settings, data, server, token, name=name, stop=orders.stop_requested, drain=orders.drain_requested)
+    await serve_node(
+        settings, data, server, token, name=name, stop=signals.stop_requested, drain=signals.drain_requested
+    )

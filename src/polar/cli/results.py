@@ -1,4 +1,4 @@
-"""polar results: what came of tasks at a server, in the order in which they ended."""
+"""polar results: prints a server's results in the order in which they ended."""
 
 import asyncio
 import contextlib
@@ -13,35 +13,41 @@ from rich.console import Console
 
 from polar.cli import results_view
 from polar.cli.common import run_async
-from polar.cli.run_tally import format_count, with_file_width
+from polar.cli.run_tally import format_count, set_file_width
 from polar.cli.server import connect_client, server_options
 from polar.client.async_client import ClientError, RawResult, Results
 from polar.errors import ConfigError
 from polar.records.result import ResultUnit, SuspiciousFilter
 
-_ACKNOWLEDGE_SECONDS = 5.0  # seconds for telling the server what was taken, when interrupted
+_ACKNOWLEDGE_SECONDS = 5.0  # for acknowledging results when interrupted
 
 
 @click.command("results")
 @server_options
-@click.option("--after", type=click.IntRange(0), metavar="CURSOR", help="only those that ended later")
-@click.option("--unit", type=click.Choice(get_args(ResultUnit)), default="session", show_default=True)
-@click.option("--builder", help="of the trajectories [default: as the tasks say]")
+@click.option("--after", type=click.IntRange(0), metavar="CURSOR", help="Print only results behind this cursor.")
+@click.option(
+    "--unit",
+    type=click.Choice(get_args(ResultUnit)),
+    default="session",
+    show_default=True,
+    help="Print a result for each session, or for each group of a task's sessions.",
+)
+@click.option("--builder", help="Build trajectories with this builder [default: the task's].")
 @click.option(
     "--suspicious",
     type=click.Choice(get_args(SuspiciousFilter)),
     default="keep",
     show_default=True,
-    help="keep sessions with proven tampering, show only those, or exclude them",
+    help="Keep sessions with proven tampering, print only those, or exclude them.",
 )
-@click.option("--consumer", metavar="NAME", help="go on where this one was, which the server remembers")
-@click.option("--follow", is_flag=True, help="wait for further ones, until interrupted")
-@click.option("--json", "as_json", is_flag=True, help="a line of JSON for each")
+@click.option("--consumer", metavar="NAME", help="Continue from the cursor that the server stores for this consumer.")
+@click.option("--follow", is_flag=True, help="Wait for further results until interrupted.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each result.")
 @click.option(
     "-o",
     "output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="write JSON lines to a file; behind what is in it, with --after or --consumer",
+    help="Write JSON lines to a file; append to it with --after or --consumer.",
 )
 def command(
     config_path: Path | None,
@@ -57,7 +63,7 @@ def command(
     as_json: bool,
     output: Path | None,
 ) -> None:
-    """Everything that has ended, with its reward; trajectories as JSON."""
+    """Print ended sessions with their rewards, or complete results as JSON."""
 
     async def show() -> None:
         async with connect_client(config_path, server, token, run_name) as client:
@@ -66,16 +72,18 @@ def command(
             )
             if output is not None:
                 with _open_output(output, append=after is not None or consumer is not None) as file:
-                    written = await _consume(results, _line_writer(file), show_status=True)
+                    written = await _consume(results, _make_line_writer(file), show_status=True)
                 click.echo(
-                    f"{format_count(written, 'result')} to {output}. {_later_hint(results, consumer)}".rstrip(),
+                    f"{format_count(written, 'result')} to {output}. {_format_later_hint(results, consumer)}".rstrip(),
                     err=True,
                 )
             elif as_json:
-                await _consume(results, _line_writer(sys.stdout.buffer), show_status=not sys.stdout.isatty())
+                await _consume(results, _make_line_writer(sys.stdout.buffer), show_status=not sys.stdout.isatty())
             elif follow:
                 await _consume(
-                    results, lambda one: click.echo(results_view.describe(_decode_result(one, unit))), show_status=False
+                    results,
+                    lambda one: click.echo(results_view.describe_result(_decode_result(one, unit))),
+                    show_status=False,
                 )
             else:
                 await _print_table(results, unit, consumer)
@@ -84,9 +92,9 @@ def command(
 
 
 async def _consume(results: Results[RawResult], handle: Callable[[RawResult], None], *, show_status: bool) -> int:
-    """How many. `waits`: nothing is seen of the results themselves, so that their number is shown."""
+    """Passes each result to `handle`. Returns how many there were. `show_status` shows their number meanwhile."""
     console = Console(stderr=True)
-    seen = 0
+    count = 0
     with (
         console.status("waiting for results")
         if show_status and console.is_terminal
@@ -95,19 +103,19 @@ async def _consume(results: Results[RawResult], handle: Callable[[RawResult], No
         try:
             async for result in results:
                 handle(result)
-                seen += 1
+                count += 1
                 if status is not None:
-                    status.update(f"{format_count(seen, 'result')}, up to {result.cursor}")
-        except asyncio.CancelledError:  # interrupted: what was told is taken
+                    status.update(f"{format_count(count, 'result')}, up to {result.cursor}")
+        except asyncio.CancelledError:  # interrupted: acknowledge what was handled
             with contextlib.suppress(ClientError, TimeoutError):
                 async with asyncio.timeout(_ACKNOWLEDGE_SECONDS):
                     await results.acknowledge()
             raise
-    return seen
+    return count
 
 
 async def _print_table(results: Results[RawResult], unit: str, consumer: str | None) -> None:
-    console = with_file_width(Console())
+    console = set_file_width(Console())
     if unit == "session":
         sessions = [results_view.decode_session(result.data) async for result in results]
         table = results_view.make_session_table(sessions) if sessions else None
@@ -115,12 +123,12 @@ async def _print_table(results: Results[RawResult], unit: str, consumer: str | N
         groups = [results_view.decode_group(result.data) async for result in results]
         table = results_view.make_group_table(groups) if groups else None
     console.print("No results." if table is None else table)
-    if later := _later_hint(results, consumer):
+    if later := _format_later_hint(results, consumer):
         console.print(later, highlight=False)
 
 
-def _later_hint(results: Results[RawResult], consumer: str | None) -> str:
-    """How to get those that follow, where the server does not remember it."""
+def _format_later_hint(results: Results[RawResult], consumer: str | None) -> str:
+    """How to get later results, where the server does not store the cursor."""
     return "" if consumer is not None or results.cursor is None else f"Later ones: --after {results.cursor}"
 
 
@@ -128,8 +136,8 @@ def _decode_result(result: RawResult, unit: str) -> results_view.EndedSession | 
     return results_view.decode_session(result.data) if unit == "session" else results_view.decode_group(result.data)
 
 
-def _line_writer(file: BinaryIO) -> Callable[[RawResult], None]:
-    """Each line is where it belongs before the next result is asked for, which tells the server that it is."""
+def _make_line_writer(file: BinaryIO) -> Callable[[RawResult], None]:
+    """Writes and flushes each line before the next result is requested, which acknowledges this one."""
 
     def write(result: RawResult) -> None:
         file.write(result.data + b"\n")

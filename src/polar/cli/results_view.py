@@ -51,7 +51,7 @@ class EndedSession(Struct):
     @property
     def tampering_kinds(self) -> str:
         """Kinds of proven evidence."""
-        return ", ".join(dict.fromkeys(escape_controls(one.kind) for one in self.evidence if one.proven))
+        return ", ".join(dict.fromkeys(escape_controls(evidence.kind) for evidence in self.evidence if evidence.proven))
 
     @property
     def reward_text(self) -> str:
@@ -76,44 +76,44 @@ decode_session = msgspec.json.Decoder(EndedSession).decode
 decode_group = msgspec.json.Decoder(EndedGroup).decode
 
 
-def session_from_result(result: SessionResult) -> EndedSession:
+def convert_result(result: SessionResult) -> EndedSession:
     return msgspec.convert(result.model_dump(exclude={"trajectory"}), EndedSession)
 
 
-def describe(one: EndedSession | EndedGroup) -> str:
+def describe_result(result: EndedSession | EndedGroup) -> str:
     """In a line."""
-    if isinstance(one, EndedGroup):
-        usable = f"{one.usable} of {one.asked} usable"
-        suspicious = _count_suspicious(one.results)
+    if isinstance(result, EndedGroup):
+        usable = f"{result.usable} of {result.asked} usable"
+        suspicious = _count_suspicious(result.results)
         words = [
-            one.status,
+            result.status,
             usable,
-            describe_mean_reward(one.results),
+            describe_mean_reward(result.results),
             *([f"{suspicious} suspicious"] if suspicious else []),
         ]
-        return f"{one.cursor}  {escape_controls(one.task_id)}: {', '.join(words)}"
-    number = "" if one.sample is None else f" #{one.sample}"
-    words = [f"reward {one.reward_text}" if one.reward is not None else f"no reward ({one.reward_text})"]
-    words += [format_count(one.metadata.turns, "turn"), format_count(one.metadata.sampled_tokens, "token")]
-    words += [f"suspicious: {one.tampering_kinds}"] if one.metadata.suspicious else []
-    return f"{one.cursor}  {escape_controls(one.task_id)}{number}: {', '.join(words)} ({one.session_id})"
+        return f"{result.cursor}  {escape_controls(result.task_id)}: {', '.join(words)}"
+    number = "" if result.sample is None else f" #{result.sample}"
+    words = [f"reward {result.reward_text}" if result.reward is not None else f"no reward ({result.reward_text})"]
+    words += [format_count(result.metadata.turns, "turn"), format_count(result.metadata.sampled_tokens, "token")]
+    words += [f"suspicious: {result.tampering_kinds}"] if result.metadata.suspicious else []
+    return f"{result.cursor}  {escape_controls(result.task_id)}{number}: {', '.join(words)} ({result.session_id})"
 
 
 def make_session_table(results: Iterable[EndedSession]) -> Table:
     results = list(results)
-    suspicious = ["suspicious"] * any(one.metadata.suspicious for one in results)
+    suspicious = ["suspicious"] * any(result.metadata.suspicious for result in results)
     table = _make_table("cursor", "task", "sample", "session", "reward", *suspicious, "turns", "tokens", "seconds")
-    for one in results:
-        seconds = one.metadata.timing.seconds
+    for result in results:
+        seconds = result.metadata.timing.seconds
         table.add_row(
-            _cell_text(one.cursor),
-            Text(escape_controls(one.task_id)),
-            _cell_text(one.sample),
-            Text(one.session_id),
-            Text(one.reward_text),
-            *(Text(one.tampering_kinds) for _ in suspicious),
-            f"{one.metadata.turns:,}",
-            f"{one.metadata.sampled_tokens:,}",
+            _format_cell(result.cursor),
+            Text(escape_controls(result.task_id)),
+            _format_cell(result.sample),
+            Text(result.session_id),
+            Text(result.reward_text),
+            *(Text(result.tampering_kinds) for _ in suspicious),
+            f"{result.metadata.turns:,}",
+            f"{result.metadata.sampled_tokens:,}",
             "" if seconds is None else f"{seconds:.1f}",
         )
     return table
@@ -121,26 +121,31 @@ def make_session_table(results: Iterable[EndedSession]) -> Table:
 
 def make_group_table(results: Iterable[EndedGroup]) -> Table:
     results = list(results)
-    suspicious = ["suspicious"] * any(_count_suspicious(one.results) for one in results)
+    suspicious = ["suspicious"] * any(_count_suspicious(result.results) for result in results)
     table = _make_table("cursor", "task", "status", "asked", "usable", "cancelled", *suspicious, "reward")
-    for one in results:
-        counts = (one.asked, one.usable, one.cancelled, *(_count_suspicious(one.results) for _ in suspicious))
+    for result in results:
+        counts = (
+            result.asked,
+            result.usable,
+            result.cancelled,
+            *(_count_suspicious(result.results) for _ in suspicious),
+        )
         table.add_row(
-            str(one.cursor),
-            Text(escape_controls(one.task_id)),
-            one.status,
+            str(result.cursor),
+            Text(escape_controls(result.task_id)),
+            result.status,
             *(f"{n:,}" for n in counts),
-            describe_mean_reward(one.results),
+            describe_mean_reward(result.results),
         )
     return table
 
 
 def _count_suspicious(results: Iterable[EndedSession]) -> int:
-    return sum(one.metadata.suspicious for one in results)
+    return sum(result.metadata.suspicious for result in results)
 
 
 def describe_mean_reward(results: Iterable[EndedSession]) -> str:
-    rewards = [one.reward for one in results if one.reward is not None]
+    rewards = [result.reward for result in results if result.reward is not None]
     return f"mean reward {sum(rewards) / len(rewards):.3g}" if rewards else "no rewards"
 
 
@@ -168,5 +173,5 @@ def _make_table(*names: str) -> Table:
     return table
 
 
-def _cell_text(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     return "" if value is None else str(value)

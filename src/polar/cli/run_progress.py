@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes on: a picture that is drawn again and again, on a terminal; else lines."""
+"""Progress of a run: a live display on a terminal, else lines."""
 
 import asyncio
 import contextlib
@@ -20,29 +20,29 @@ from polar.node.node import NodeLoad
 from polar.records.session import is_suspicious
 from polar.telemetry import logs
 
-_RECENT_SESSIONS = 5  # sessions that ended last
-_RATE_WINDOW_SECONDS = 15.0  # seconds that the speed is taken over
+_RECENT_SESSIONS = 5  # ended sessions that are shown
+_RATE_WINDOW_SECONDS = 15.0  # over which the token rate is measured
 _BAR_WIDTH = 40
 
 
 class RunProgress(Protocol):
-    interval_seconds: float  # seconds between two looks
-    total: int  # sessions that there will be, as far as is known
+    interval_seconds: float  # between two updates
+    total: int  # expected number of sessions
 
-    def session_ended(self, finished: FinishedSession, tally: RunTally) -> None: ...
+    def on_session_ended(self, finished: FinishedSession, tally: RunTally) -> None: ...
 
     def update(self, load: NodeLoad, tally: RunTally) -> None: ...
 
     def print_message(self, sentence: str) -> None: ...
 
     def stop(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restores the terminal."""
         ...
 
 
 @contextlib.contextmanager
 def show_progress(console: Console, total: int, *, silent: bool) -> Iterator[RunProgress]:
-    """`silent`: on a terminal only."""
+    """`silent`: shows progress on a terminal only."""
     if console.is_terminal and not console.is_dumb_terminal:
         with LiveProgress(console, total) as picture:
             yield picture
@@ -51,26 +51,26 @@ def show_progress(console: Console, total: int, *, silent: bool) -> Iterator[Run
 
 
 @contextlib.asynccontextmanager
-async def poll_load(shown: RunProgress, load: Callable[[], NodeLoad], tally: RunTally) -> AsyncIterator[None]:
-    """Looks at the node again and again, meanwhile."""
+async def poll_load(progress: RunProgress, load: Callable[[], NodeLoad], tally: RunTally) -> AsyncIterator[None]:
+    """Updates the progress with the node's load at regular intervals."""
 
     async def poll() -> None:
         while True:
-            shown.update(load(), tally)
-            await asyncio.sleep(shown.interval_seconds)
+            progress.update(load(), tally)
+            await asyncio.sleep(progress.interval_seconds)
 
-    following = asyncio.ensure_future(poll())
+    polling = asyncio.ensure_future(poll())
     try:
         yield
     finally:
-        following.cancel()
-        await asyncio.wait({following})
-        if not following.cancelled():
-            following.result()
+        polling.cancel()
+        await asyncio.wait({polling})
+        if not polling.cancelled():
+            polling.result()
 
 
 class TokenRate:
-    """Sampled tokens a second, over the last seconds."""
+    """Sampled tokens a second, over a sliding window."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
@@ -84,7 +84,7 @@ class TokenRate:
 
 
 class LineProgress:
-    """For files and pipes."""
+    """Progress as lines, for files and pipes."""
 
     interval_seconds = 10.0
 
@@ -94,7 +94,7 @@ class LineProgress:
         self._silent = silent
         self._rate = TokenRate()
 
-    def session_ended(self, finished: FinishedSession, tally: RunTally) -> None:
+    def on_session_ended(self, finished: FinishedSession, tally: RunTally) -> None:
         self._print(f"{tally.sessions}/{self.total}  {describe_session(finished)} ({finished.session_id})")
 
     def update(self, load: NodeLoad, tally: RunTally) -> None:
@@ -114,7 +114,7 @@ class LineProgress:
 
 
 class LiveProgress:
-    """For terminals. What is logged meanwhile is written above it."""
+    """A live display, for terminals. Log records are printed above it."""
 
     interval_seconds = 0.25
 
@@ -137,7 +137,7 @@ class LiveProgress:
         self.stop()
         logging.getLogger().handlers = self._handlers
 
-    def session_ended(self, finished: FinishedSession, tally: RunTally) -> None:  # noqa: ARG002
+    def on_session_ended(self, finished: FinishedSession, tally: RunTally) -> None:  # noqa: ARG002
         self._recent.append(finished)
 
     def update(self, load: NodeLoad, tally: RunTally) -> None:
@@ -166,7 +166,7 @@ class LiveProgress:
 
 
 class _LiveLogHandler(logging.Handler):
-    """What is logged, above the picture, in the form that it would have had without it."""
+    """Prints log records above the live display, in their configured format."""
 
     def __init__(self, console: Console, handlers: list[logging.Handler]) -> None:
         super().__init__()
@@ -207,11 +207,11 @@ def describe_engine(load: NodeLoad, speed: float) -> str:
 
 
 def describe_session(finished: FinishedSession) -> str:
-    """A session that has ended, in a line."""
+    """Describes a finished session in a line."""
     verdict = finished.verdict
     if verdict.reward is not None:
-        said = explain_reward(verdict)
-        earned = f"reward {verdict.reward:g}" + (f" ({said})" if said else "")
+        explanation = explain_reward(verdict)
+        earned = f"reward {verdict.reward:g}" + (f" ({explanation})" if explanation else "")
     elif verdict.reason is not None:
         earned = f"no reward ({verdict.reason})"
     else:

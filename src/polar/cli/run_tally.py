@@ -1,4 +1,4 @@
-"""What became of sessions: counted as they end, for each task and for all."""
+"""Tallies of finished sessions, and the summary of a run."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from polar.records.session import Verdict, is_suspicious
 from polar.records.task import MASKED_REASONS
 
 STAGES = ("init", "ready", "run", "postrun")
-_MAX_EXPLANATION_CHARS = 120  # characters
+_MAX_EXPLANATION_CHARS = 120
 
 
 class Failure(Struct, frozen=True):
-    """The first session that has no reward for some reason."""
+    """The first session without a reward for a given reason."""
 
     session_id: str
     error: str | None
@@ -30,7 +30,7 @@ class RunTally(Struct):
     sessions: int = 0
     last_session_id: str = ""  # the session that ended last
     rewarded: int = 0
-    reward_sum: float = 0.0  # the sum
+    reward_sum: float = 0.0
     solved: int = 0  # with a reward of 1 or more
     reasons: Counter[str] = field(default_factory=Counter)
     first_failures: dict[str, Failure] = field(default_factory=dict)  # by reason
@@ -40,7 +40,7 @@ class RunTally(Struct):
     zero_reward_reasons: Counter[str] = field(
         default_factory=Counter
     )  # rewards of 0, by why, where the evaluator says so
-    exited_cleanly: int = 0  # harnesses that ended by themselves, with 0
+    exited_cleanly: int = 0  # harnesses that exited by themselves with status 0
     turns: int = 0
     tokens: int = 0
     seconds: Counter[str] = field(default_factory=Counter)  # by stage
@@ -56,13 +56,13 @@ class RunTally(Struct):
         self.exited_cleanly += outcome is not None and outcome.end_reason == "finished" and outcome.exit_code == 0
         self.suspicious += is_suspicious(verdict.evidence)
         self.suspected += bool(verdict.evidence) and not is_suspicious(verdict.evidence)
-        self.evidence_kinds.update({one.kind for one in verdict.evidence if one.proven})
+        self.evidence_kinds.update({evidence.kind for evidence in verdict.evidence if evidence.proven})
         if verdict.reward is not None:
             self.rewarded += 1
             self.reward_sum += verdict.reward
             self.solved += verdict.reward >= 1
-            if verdict.reward == 0 and (said := explain_reward(verdict)):
-                self.zero_reward_reasons[said] += 1
+            if verdict.reward == 0 and (explanation := explain_reward(verdict)):
+                self.zero_reward_reasons[explanation] += 1
         elif verdict.reason is not None:
             self.reasons[verdict.reason] += 1
             self.first_failures.setdefault(verdict.reason, Failure(finished.session_id, finished.error))
@@ -78,11 +78,11 @@ class RunTally(Struct):
 
 
 def explain_reward(verdict: Verdict) -> str:
-    """What an evaluator says of its reward, in a short line; empty where it says nothing. It may quote the agent."""
-    said = verdict.detail.get("why")
-    if not isinstance(said, str):
+    """The evaluator's explanation of a reward as a short line, which may quote the agent; empty where it has none."""
+    explanation = verdict.detail.get("why")
+    if not isinstance(explanation, str):
         return ""
-    flat = escape_controls(" ".join(said.split()))
+    flat = escape_controls(" ".join(explanation.split()))
     return flat if len(flat) <= _MAX_EXPLANATION_CHARS else f"{flat[: _MAX_EXPLANATION_CHARS - 1]}…"
 
 
@@ -96,26 +96,26 @@ def format_counts(counts: Counter[str]) -> str:
 
 # Printed when the run is over
 
-_MAX_TASKS_SHOWN = 50  # tasks
-_MAX_ZERO_REASONS_SHOWN = 3  # that are shown of rewards of 0
-_FILE_WIDTH_CHARS = 120  # where there is no terminal
+_MAX_TASKS_SHOWN = 50
+_MAX_ZERO_REASONS_SHOWN = 3  # of rewards of 0
+_FILE_WIDTH_CHARS = 120  # width of tables without a terminal
 
 _ADVICE = {
     "prepare_failed": "a step of runtime.prepare failed: run it by hand in the same runtime",
     "harness_failed": "the harness ended before its first model call: see agent.log",
-    "engine_failed": "see whether the engine is up: polar doctor",
-    "grader_failed": "the task's own grader can't do its work: see logs/ and verdict.json",
-    "sandbox_failed": "see what works on this machine: polar doctor",
-    "store_failed": "see whether the data folder can be written and its disk has room",
-    "node_failed": "an error of Polar's own: please report it, with verdict.json",
-    "cancelled": "it was cancelled: run it again",
+    "engine_failed": "check whether the engine is up: polar doctor",
+    "grader_failed": "the task's grader failed: see logs/ and verdict.json",
+    "sandbox_failed": "check what works on this machine: polar doctor",
+    "store_failed": "check whether the data folder is writable and its disk has space",
+    "node_failed": "an error in Polar: please report it with verdict.json",
+    "cancelled": "the session was cancelled: run it again",
 }
 
 
 def print_summary(console: Console, tasks: dict[str, RunTally], total: RunTally, seconds: float) -> None:
     console.print(_make_task_table(tasks))
-    if (more := len(tasks) - _MAX_TASKS_SHOWN) > 0:
-        console.print(f"and {more} more tasks")
+    if (omitted := len(tasks) - _MAX_TASKS_SHOWN) > 0:
+        console.print(f"and {omitted} more tasks")
     speed = f"{total.tokens / seconds:,.0f} a second"
     console.print(
         f"{format_count(total.sessions, 'session')} in {seconds:.1f} s: {_describe_rewards(total)}; "
@@ -128,28 +128,27 @@ def print_summary(console: Console, tasks: dict[str, RunTally], total: RunTally,
 
 
 def describe_failures(total: RunTally, data: Path, engine: EngineSettings) -> str:
-    """Why there are sessions without a reward, and what to do; empty where there are none."""
+    """Which sessions the platform failed, and what to do; empty where there are none."""
     failures = total.platform_failures
     if not failures:
         return ""
     lines = [
-        f"{failures.total()} of {format_count(total.sessions, 'session')} ended without a reward, through "
-        "no fault of the "
-        f"agent's: {format_counts(failures)}."
+        f"{failures.total()} of {format_count(total.sessions, 'session')} ended without a reward because the platform "
+        f"failed: {format_counts(failures)}."
     ]
     for reason, _ in failures.most_common():
         first = total.first_failures[reason]
         advice = _ADVICE.get(reason, "see verdict.json")
         if reason == "engine_failed":
-            advice += _doctor_arguments(engine)
+            advice += _format_doctor_arguments(engine)
         lines.append(f"  {reason}: {advice} (in {data / 'sessions' / first.session_id})")
         if first.error:
             lines += [f"    {escape_controls(line)}" for line in first.error.splitlines()]
     return "\n".join(lines)
 
 
-def with_file_width(console: Console) -> Console:
-    """Tables in files are as wide as they need to be."""
+def set_file_width(console: Console) -> Console:
+    """Gives a console that writes to a file a fixed width."""
     return console if console.is_terminal else Console(file=console.file, width=_FILE_WIDTH_CHARS)
 
 
@@ -186,8 +185,8 @@ def _format_mean(value: float, tally: RunTally, digits: int = 1) -> str:
     return f"{value / tally.sessions:.{digits}f}" if tally.sessions else ""
 
 
-def _doctor_arguments(engine: EngineSettings) -> str:
-    """What `polar doctor` is to be told of the engine."""
+def _format_doctor_arguments(engine: EngineSettings) -> str:
+    """The arguments with which `polar doctor` checks this engine."""
     if not engine.urls:
         return ""
     return f" {engine.urls[0]}" + ("" if engine.kind == "vllm" else f" --kind {engine.kind}")
@@ -197,12 +196,12 @@ def _describe_zero_rewards(total: RunTally) -> Iterator[str]:
     if not total.zero_reward_reasons:
         return
     yield "Why rewards are 0:"
-    for said, number in total.zero_reward_reasons.most_common(_MAX_ZERO_REASONS_SHOWN):
-        yield f"  {format_count(number, 'session')}: {said}"
-    if rest := total.zero_reward_reasons.total() - sum(
+    for reason, number in total.zero_reward_reasons.most_common(_MAX_ZERO_REASONS_SHOWN):
+        yield f"  {format_count(number, 'session')}: {reason}"
+    if others := total.zero_reward_reasons.total() - sum(
         number for _, number in total.zero_reward_reasons.most_common(_MAX_ZERO_REASONS_SHOWN)
     ):
-        yield f"  {format_count(rest, 'session')} for other reasons"
+        yield f"  {format_count(others, 'session')} for other reasons"
 
 
 def _describe_tampering(total: RunTally) -> Iterator[str]:

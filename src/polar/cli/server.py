@@ -1,4 +1,4 @@
-"""Which server a command speaks to."""
+"""Connects commands to a rollout server."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -16,10 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def server_options(function: F) -> F:
-    """See `connected`."""
-    server = click.option("--server", help="URL of the control plane [default: from the settings]")
-    token = click.option("--token", help="its admin token [default: from the settings]")
-    run = click.option("--run", "run_name", default=DEFAULT_RUN, show_default=True, help="the experiment")
+    """Options of commands that call a server: see `connect_client`."""
+    server = click.option("--server", help="Set the URL of the control plane [default: from the settings].")
+    token = click.option("--token", help="Set the server's admin token [default: from the settings].")
+    run = click.option("--run", "run_name", default=DEFAULT_RUN, show_default=True, help="Select the run.")
     return config_option(server(token(run(function))))
 
 
@@ -27,7 +27,7 @@ def server_options(function: F) -> F:
 async def connect_client(
     config_path: Path | None, server: str | None, token: str | None, run_name: str
 ) -> AsyncIterator[AsyncClient]:
-    """Raises ClientError at once where nobody answers; whoever is there is waited for, if it goes away later."""
+    """Raises ClientError at once where no server answers. Calls wait for a server that becomes unreachable later."""
     settings = load_settings(config_path).server
     url = server or format_url(settings.host, settings.port)
     async with AsyncClient(url, token or settings.token, run_name) as client:

@@ -1,4 +1,4 @@
-"""polar session: a session for a harness that is run by hand, on a gateway that is up."""
+"""polar session: opens and ends sessions for harnesses that are run by hand, at a server."""
 
 import json
 import os
@@ -16,13 +16,13 @@ from polar.harnesses import build_environment
 
 @click.group("session")
 def command() -> None:
-    """Sessions for harnesses that are run by hand."""
+    """Open and end sessions for harnesses that are run by hand."""
 
 
 @command.command("new")
 @server_options
-@click.option("--metadata", default="{}", help="a JSON object that is kept with the session")
-@click.option("--model", default="polar", show_default=True, help="the model name that the harness asks for")
+@click.option("--metadata", default="{}", help="Store a JSON object with the session.")
+@click.option("--model", default="polar", show_default=True, help="Set the model name that the harness requests.")
 @json_option
 def new_command(
     config_path: Path | None,
@@ -34,11 +34,11 @@ def new_command(
     as_json: bool,
 ) -> None:
     """Open a session and print export lines: eval "$(polar session new)"."""
-    kept = {"model": model} | parse_json_object(metadata, "--metadata")
+    fields = {"model": model} | parse_json_object(metadata, "--metadata")
 
     async def open_session() -> dict[str, Any]:
         async with connect_client(config_path, server, token, run_name) as client:
-            return await client.new_session(kept)
+            return await client.new_session(fields)
 
     created = run_async(open_session())
     if as_json:
@@ -51,7 +51,7 @@ def new_command(
 
 @command.command("end")
 @server_options
-@click.option("--reward", type=float, help="the session's reward")
+@click.option("--reward", type=float, help="Set the session's reward.")
 @json_option
 @click.argument("session_id", default=lambda: os.environ.get("POLAR_SESSION", ""), required=False)
 def end_command(
@@ -65,12 +65,12 @@ def end_command(
 ) -> None:
     """End a session (default: $POLAR_SESSION). Its key stops working."""
     if not session_id:
-        raise ConfigError("Which session? Name it, or set POLAR_SESSION.")
+        raise ConfigError("No session was named: give its id, or set POLAR_SESSION.")
 
     async def end_session() -> dict[str, Any]:
         async with connect_client(config_path, server, token, run_name) as client:
             return await client.end_session(session_id, reward=reward)
 
     session = run_async(end_session())
-    given = "no reward" if session["reward"] is None else f"reward {session['reward']:g}"
-    click.echo(json.dumps(session) if as_json else f"{session_id} has ended, {given}")
+    reward_text = "no reward" if session["reward"] is None else f"reward {session['reward']:g}"
+    click.echo(json.dumps(session) if as_json else f"{session_id} has ended, {reward_text}")

@@ -1,4 +1,4 @@
-"""polar show: a session's model calls, as a person would like to read them."""
+"""polar show: prints a session's model calls as a readable tree."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,20 +29,20 @@ DEFAULT_CALL_LIMIT = 20
 @click.command("show")
 @config_option
 @data_option
-@click.option("--tokens", is_flag=True, help="show tokens: context dim, sampled coloured, excluded struck out")
-@click.option("--ids", is_flag=True, help="show tokens with their ids")
+@click.option("--tokens", is_flag=True, help="Show tokens: context dim, sampled coloured, excluded struck out.")
+@click.option("--ids", is_flag=True, help="Show tokens with their ids.")
 @click.option(
     "--tokenizer",
     "folder",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="the model's tokenizer [default: as configured, or the scripted engine's where that was used]",
+    help="Decode with the tokenizer in this folder [default: the configured or the scripted engine's].",
 )
 @click.option(
     "--limit",
     type=click.IntRange(0),
     default=DEFAULT_CALL_LIMIT,
     show_default=True,
-    help="calls shown of a long run without incidents; 0 shows all, and long contexts whole",
+    help="Show at most this many calls of an uneventful stretch; 0 shows all calls and complete contexts.",
 )
 @json_option
 @click.argument("session_id", required=False)
@@ -56,7 +56,7 @@ def command(
     limit: int,
     as_json: bool,
 ) -> None:
-    """Show a session (default: the newest) as a tree of its calls: each hangs under the one that it goes on from."""
+    """Show a session (default: the newest) as a tree of its calls, each below the call that it continues."""
     settings = load_settings(config_path)
     run_async(
         show_session(settings, data, session_id, as_json=as_json, tokens=tokens, ids=ids, folder=folder, limit=limit)
@@ -79,7 +79,7 @@ async def show_session(
         if session_id is None:
             newest = await store.list_sessions(limit=1)
             if not newest:
-                raise _nothing_captured(data)
+                raise _make_empty_error(data)
             session_id = newest[0].session_id
         session = await store.find_session(session_id)
         if session is None:
@@ -90,15 +90,15 @@ async def show_session(
     if as_json:
         labels = sessions.assign_session_roles(session, [read_call(exchange) for exchange in exchanges])
         rows = [view.exchange_to_dict(exchange, labels[exchange.exchange_id]) for exchange in exchanges]
-        shown = {"session": view.session_to_dict(session), "exchanges": rows}
-        click.echo(view.encode_json(shown | read_documents(data, session_id)))
+        document = {"session": view.session_to_dict(session), "exchanges": rows}
+        click.echo(view.encode_json(document | read_documents(data, session_id)))
         return
     token_view = None
     if tokens or ids:
         tokenizer = _find_tokenizer(settings, folder, exchanges)
         token_view = TokenView(tokenizer, show_ids=ids, show_all=limit == 0)
         if tokenizer is None:
-            click.echo("No tokenizer is known that these tokens are from: name its folder with --tokenizer.", err=True)
+            click.echo("The tokenizer of these tokens is unknown: name its folder with --tokenizer.", err=True)
     paths = sessions.read_session_paths(session, exchanges).paths
     console = Console()
     console.print(show_tree.render_tree(session, exchanges, paths, token_view, limit))
@@ -107,19 +107,19 @@ async def show_session(
 
 
 def open_existing_store(settings: Settings, data: Path) -> Store:
-    """The store that something was captured in."""
+    """Opens the store. Raises ConfigError where nothing has been captured yet."""
     database = data / "polar.db"
     if settings.store.url is None and not database.exists():
-        raise _nothing_captured(data)
+        raise _make_empty_error(data)
     return open_store(settings.store.url or f"sqlite:{database}", settings.store.durability)
 
 
-def _nothing_captured(data: Path) -> ConfigError:
+def _make_empty_error(data: Path) -> ConfigError:
     return ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
 
 
 def _find_tokenizer(settings: Settings, folder: Path | None, exchanges: Sequence[Exchange]) -> Tokenizer | None:
-    """The one that was named. Else a likely one, if the sampled ids mean with it what the replies say; else None."""
+    """The named tokenizer; else the configured one, if it decodes the sampled ids to the replies; else None."""
     if folder is not None:
         return Tokenizer.load(folder)
     likely = SCRIPTED_TOKENIZER if settings.engine.tokenizer is None else Path(settings.engine.tokenizer)
@@ -136,21 +136,21 @@ _LIMIT_NAMES = {"length": "limit of turns or tokens, or the model's context"}
 
 
 def read_documents(data: Path, session_id: str) -> dict[str, Any]:
-    """The verdict and the timing, where they are there."""
+    """The session's verdict and timing, as far as they exist."""
     folder = SessionFolder(data, session_id).path
-    found = {}
+    documents = {}
     for name in _DOCUMENTS:
         path = folder / f"{name}.json"
         if path.exists():
-            found[name] = msgspec.json.decode(path.read_bytes())
-    return found
+            documents[name] = msgspec.json.decode(path.read_bytes())
+    return documents
 
 
 def describe_folder(data: Path, session_id: str) -> Iterator[str]:
-    found = read_documents(data, session_id)
-    if "verdict" in found:
-        yield from _describe_verdict(found["verdict"])
-    if stages := found.get("timing", {}).get("seconds"):
+    documents = read_documents(data, session_id)
+    if "verdict" in documents:
+        yield from _describe_verdict(documents["verdict"])
+    if stages := documents.get("timing", {}).get("seconds"):
         yield f"seconds: {', '.join(f'{stage} {seconds:.2f}' for stage, seconds in stages.items())}"
     folder = SessionFolder(data, session_id).path
     if folder.is_dir():
@@ -182,7 +182,7 @@ def _format_fields(detail: dict[str, Any]) -> str:
 
 
 def _format_value(name: str, value: Any) -> str:
-    """For people; verdict.json has it to the last digit."""
+    """Formats a value for reading; verdict.json has it in full precision."""
     match value:
         case None:
             return "killed" if name == "exit_code" else "none"

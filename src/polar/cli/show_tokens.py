@@ -33,9 +33,9 @@ class TokenView:
         self._counts_only = tokenizer is None and not show_ids
         self._show_all = show_all
 
-    def lines(self, exchange: Exchange, path: TokenPath | None, parent: Exchange | None) -> Iterator[Styled]:
+    def render_lines(self, exchange: Exchange, path: TokenPath | None, parent: Exchange | None) -> Iterator[Styled]:
         if exchange.prompt_ids is not None:
-            yield self._context(exchange.prompt_ids, parent)
+            yield self._render_context(exchange.prompt_ids, parent)
         sampled = exchange.sampled_ids
         if sampled is not None:
             line = Styled(f"sampled ({len(sampled)}): ", "bold")
@@ -45,9 +45,9 @@ class TokenView:
             if self._counts_only:
                 yield line.append(f"{len(sampled) - styles.count(_EXCLUDED_STYLE)} train", "not bold")
             else:
-                yield line.append_text(self._tokens(sampled, styles))
+                yield line.append_text(self._render_tokens(sampled, styles))
 
-    def _context(self, prompt: TokenIds, parent: Exchange | None) -> Styled:
+    def _render_context(self, prompt: TokenIds, parent: Exchange | None) -> Styled:
         """What is new since the call that this one goes on from."""
         before = NO_IDS
         if parent is not None and parent.prompt_ids is not None:
@@ -63,12 +63,12 @@ class TokenView:
             return line.append(f"{len(new)} new", "not bold")
         if len(new) > 2 * _EDGE_TOKENS and not self._show_all:
             first, last = new[:_EDGE_TOKENS], new[-_EDGE_TOKENS:]
-            line.append_text(self._tokens(first, ["dim"] * _EDGE_TOKENS))
+            line.append_text(self._render_tokens(first, ["dim"] * _EDGE_TOKENS))
             line.append(f" … {len(new) - 2 * _EDGE_TOKENS} tokens … ", "dim italic")
-            return line.append_text(self._tokens(last, ["dim"] * _EDGE_TOKENS))
-        return line.append_text(self._tokens(new, ["dim"] * len(new)))
+            return line.append_text(self._render_tokens(last, ["dim"] * _EDGE_TOKENS))
+        return line.append_text(self._render_tokens(new, ["dim"] * len(new)))
 
-    def _tokens(self, ids: TokenIds, styles: Iterable[str]) -> Styled:
+    def _render_tokens(self, ids: TokenIds, styles: Iterable[str]) -> Styled:
         line = Styled()
         numbers = ids.tolist()
         texts = [""] * len(numbers) if self._tokenizer is None else decode_pieces(self._tokenizer, numbers)

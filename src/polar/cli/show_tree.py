@@ -36,18 +36,22 @@ class _CallNode(Struct):
     @property
     def has_incident(self) -> bool:
         """Something that a person would want to see."""
-        it = self.exchange
+        exchange = self.exchange
         return bool(
-            self.branches or it.error or it.malformed or it.status != "complete" or self.turn_reward is not None
+            self.branches
+            or exchange.error
+            or exchange.malformed
+            or exchange.status != "complete"
+            or self.turn_reward is not None
         )
 
     @property
     def similarity_key(self) -> tuple[object, ...]:
         """Equal for calls that are like each other; where it changes, one wants to see it."""
-        it, path = self.exchange, self.path
+        exchange, path = self.exchange, self.path
         role = None if path is None else (path.role, path.agent_id)
-        versions = {span.version for span in it.versions}
-        return it.continuation, it.branch_reason, it.untrainable, role, versions
+        versions = {span.version for span in exchange.versions}
+        return exchange.continuation, exchange.branch_reason, exchange.untrainable, role, versions
 
 
 def render_tree(
@@ -59,7 +63,7 @@ def render_tree(
 ) -> Tree:
     """`limit`: how many calls of a run are shown at least, if there are more and nothing happens in them; 0: all."""
     roots = _build_forest(session, exchanges, {path.exchange_id: path for path in paths})
-    root = Tree(_session_line(session, exchanges, paths))
+    root = Tree(_format_session(session, exchanges, paths))
     for first in roots:
         _add_run(root, first, tokens, limit, nested=len(roots) > 1)
     return root
@@ -72,8 +76,8 @@ def _add_run(parent: Tree, first: _CallNode, tokens: TokenView | None, limit: in
         if isinstance(call, Styled):
             parent.add(call)
             continue
-        node = parent.add(_call_line(call))
-        for line in _call_details(call, tokens):
+        node = parent.add(_format_call(call))
+        for line in _format_call_details(call, tokens):
             node.add(line)
         for branch in call.branches:
             _add_run(node, branch, tokens, limit, nested=True)
@@ -85,11 +89,13 @@ def _build_forest(session: Session, exchanges: Sequence[Exchange], paths: Mappin
     """The calls that go on from none; below them, each call knows which ones go on from it."""
     calls: dict[str, _CallNode] = {}
     roots: list[_CallNode] = []
-    for it in exchanges:
-        above = calls.get(it.parent or "")  # one that comes later, or is not there, is none
-        reward = session.turn_rewards.get(it.exchange_id)
-        call = _CallNode(it, paths.get(it.exchange_id), above.exchange if above else None, reward, branches=[])
-        calls[it.exchange_id] = call
+    for exchange in exchanges:
+        above = calls.get(exchange.parent or "")  # one that comes later, or is not there, is none
+        reward = session.turn_rewards.get(exchange.exchange_id)
+        call = _CallNode(
+            exchange, paths.get(exchange.exchange_id), above.exchange if above else None, reward, branches=[]
+        )
+        calls[exchange.exchange_id] = call
         (above.branches if above else roots).append(call)
     for call in reversed(calls.values()):  # those below come before those above
         call.subtree_size += sum(below.subtree_size for below in call.branches)
@@ -122,11 +128,11 @@ def _collapse_hidden(hidden: list[_CallNode]) -> Iterator[_CallNode | Styled]:
         return
     first, last = hidden[0].exchange, hidden[-1].exchange
     sampled = sum(0 if call.exchange.sampled_ids is None else len(call.exchange.sampled_ids) for call in hidden)
-    said = f"… {len(hidden)} calls like these, #{first.seq} to #{last.seq}: {sampled} sampled (--limit 0 shows them)"
-    yield Styled(said, "dim italic")
+    summary = f"… {len(hidden)} calls like these, #{first.seq} to #{last.seq}: {sampled} sampled (--limit 0 shows them)"
+    yield Styled(summary, "dim italic")
 
 
-def _session_line(session: Session, exchanges: Sequence[Exchange], paths: Sequence[TokenPath]) -> Styled:
+def _format_session(session: Session, exchanges: Sequence[Exchange], paths: Sequence[TokenPath]) -> Styled:
     line = Styled(session.session_id, "bold").append(f" {session.status}", "not bold")
     if session.reward is not None:
         line.append(f", reward {session.reward:g}", "not bold green")
@@ -136,9 +142,9 @@ def _session_line(session: Session, exchanges: Sequence[Exchange], paths: Sequen
     roles: Counter[str] = Counter(path.role for path in paths)
     excluded: Counter[str] = Counter()
     for path in paths:
-        for it in path.excluded:
-            excluded[it.reason] += it.stop - it.start
-    branches = Counter(it.branch_reason for it in exchanges if it.branch_reason)
+        for span in path.excluded:
+            excluded[span.reason] += span.stop - span.start
+    branches = Counter(exchange.branch_reason for exchange in exchanges if exchange.branch_reason)
     sampled, trainable = sum(len(path.sampled) for path in paths), sum(path.num_trainable for path in paths)
     facts = [_format_counts(roles), f"{sampled} tokens sampled, {trainable} of them train"]
     if excluded:
@@ -146,8 +152,8 @@ def _session_line(session: Session, exchanges: Sequence[Exchange], paths: Sequen
     if branches:
         facts.append(f"branches: {_format_counts(branches)}")
     line.append("\n" + "; ".join(fact for fact in facts if fact), "not bold dim")
-    for one in session.evidence:
-        line.append(f"\n{_describe_evidence(one)}", "not bold red" if one.proven else "not bold yellow")
+    for evidence in session.evidence:
+        line.append(f"\n{_describe_evidence(evidence)}", "not bold red" if evidence.proven else "not bold yellow")
     return line
 
 
@@ -159,33 +165,35 @@ def _describe_evidence(evidence: Evidence) -> str:
 
 
 def _format_counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda it: (-it[1], it[0])))
+    return ", ".join(
+        f"{count} {name}" for name, count in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
+    )
 
 
-def _call_line(call: _CallNode) -> Styled:
-    it, path = call.exchange, call.path
-    sampled = 0 if it.sampled_ids is None else len(it.sampled_ids)
-    prompt = 0 if it.prompt_ids is None else len(it.prompt_ids)
-    line = Styled(f"#{it.seq} ", style="bold")
-    line.append(it.status, _STATUS_STYLES[it.status])
+def _format_call(call: _CallNode) -> Styled:
+    exchange, path = call.exchange, call.path
+    sampled = 0 if exchange.sampled_ids is None else len(exchange.sampled_ids)
+    prompt = 0 if exchange.prompt_ids is None else len(exchange.prompt_ids)
+    line = Styled(f"#{exchange.seq} ", style="bold")
+    line.append(exchange.status, _STATUS_STYLES[exchange.status])
     if path is not None:
         line.append(f" {_describe_role(path)}", "not bold blue")
-    line.append(f" {it.dialect}: {prompt} tokens in ({it.continuation}), {sampled} sampled", "not bold")
-    if it.versions:
-        versions = sorted({span.version for span in it.versions})
+    line.append(f" {exchange.dialect}: {prompt} tokens in ({exchange.continuation}), {sampled} sampled", "not bold")
+    if exchange.versions:
+        versions = sorted({span.version for span in exchange.versions})
         line.append(f", policy {'-'.join(str(version) for version in versions)}", "not bold")
-    if it.finish_reason:
-        line.append(f", {it.finish_reason}", "not bold")
+    if exchange.finish_reason:
+        line.append(f", {exchange.finish_reason}", "not bold")
     if call.turn_reward is not None:
         line.append(f", reward {call.turn_reward:g}", "not bold green")
-    if it.branch_reason:
-        line.append(f", branch: {it.branch_reason}", "not bold magenta")
-    if it.untrainable:
-        line.append(f", untrainable: {it.untrainable}", "not bold yellow")
+    if exchange.branch_reason:
+        line.append(f", branch: {exchange.branch_reason}", "not bold magenta")
+    if exchange.untrainable:
+        line.append(f", untrainable: {exchange.untrainable}", "not bold yellow")
     for excluded in () if path is None else path.excluded:
-        if excluded.reason != it.untrainable:
+        if excluded.reason != exchange.untrainable:
             line.append(f", {excluded.stop - excluded.start} excluded: {excluded.reason}", "not bold yellow")
-    if it.malformed:
+    if exchange.malformed:
         line.append(", malformed call", "not bold yellow")
     return line
 
@@ -197,36 +205,36 @@ def _describe_role(path: TokenPath) -> str:
     return f"{path.role} {path.agent_id}" if path.role == "subagent" else f"{path.role} of {path.agent_id}"
 
 
-def _call_details(call: _CallNode, tokens: TokenView | None) -> Iterator[Styled]:
+def _format_call_details(call: _CallNode, tokens: TokenView | None) -> Iterator[Styled]:
     exchange = call.exchange
-    for message in _new_messages(exchange):
+    for message in _list_new_messages(exchange):
         for part in message.parts:
             if isinstance(part, Text):
-                yield _text_line(message.role, part.text, "dim")
+                yield _format_text(message.role, part.text, "dim")
             elif isinstance(part, ToolResult):
-                said = "".join(piece.text for piece in part.parts if isinstance(piece, Text))
-                yield _text_line("result", said, "dim")
+                text = "".join(piece.text for piece in part.parts if isinstance(piece, Text))
+                yield _format_text("result", text, "dim")
     for part in exchange.reply.parts if exchange.reply else ():
-        if (line := _part_line(part)) is not None:
+        if (line := _format_part(part)) is not None:
             yield line
     if exchange.error:
-        yield _text_line("error", exchange.error, "red")
+        yield _format_text("error", exchange.error, "red")
     if tokens is not None:
-        yield from tokens.lines(exchange, call.path, call.parent)
+        yield from tokens.render_lines(exchange, call.path, call.parent)
 
 
-def _part_line(part: Part) -> Styled | None:
+def _format_part(part: Part) -> Styled | None:
     match part:
         case Reasoning():
-            return _text_line("thinks", part.text, "italic magenta")
+            return _format_text("thinks", part.text, "italic magenta")
         case Text():
-            return _text_line("says", part.text, "cyan")
+            return _format_text("says", part.text, "cyan")
         case ToolCall():
-            return _text_line("calls", f"{part.name} {part.arguments}", "green")
+            return _format_text("calls", f"{part.name} {part.arguments}", "green")
     return None
 
 
-def _new_messages(exchange: Exchange) -> list[Message]:
+def _list_new_messages(exchange: Exchange) -> list[Message]:
     """What came since the model spoke last; nothing where the request was refused, and so has no meaning."""
     dialect = load("dialects", exchange.dialect)()
     try:
@@ -237,7 +245,7 @@ def _new_messages(exchange: Exchange) -> list[Message]:
     return messages[last + 1 :]
 
 
-def _text_line(label: str, text: str, style: str) -> Styled:
+def _format_text(label: str, text: str, style: str) -> Styled:
     flat = escape_controls(" ".join(text.split()))
-    cut = flat if len(flat) <= _MAX_LINE_CHARS else flat[: _MAX_LINE_CHARS - 1] + "…"
-    return Styled(f"{label}: ", style="bold").append(cut, f"not bold {style}")
+    shown = flat if len(flat) <= _MAX_LINE_CHARS else flat[: _MAX_LINE_CHARS - 1] + "…"
+    return Styled(f"{label}: ", style="bold").append(shown, f"not bold {style}")

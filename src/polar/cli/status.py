@@ -1,4 +1,4 @@
-"""polar status: what goes on at a server."""
+"""polar status: prints the state of a server or of a task."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from polar.cli import results_view
 from polar.cli.common import json_option, run_async
-from polar.cli.run_tally import with_file_width
+from polar.cli.run_tally import set_file_width
 from polar.cli.server import connect_client, server_options
 from polar.cli.show_tokens import escape_controls
 from polar.client.async_client import AsyncClient
@@ -27,7 +27,7 @@ _STAGES = ("init", "ready", "run", "postrun")
 def command(
     config_path: Path | None, server: str | None, token: str | None, run_name: str, as_json: bool, task_id: str | None
 ) -> None:
-    """Runs with their queues, and nodes with their load; or how far one TASK of the run is."""
+    """Print the queues of the runs and the load of the nodes, or the progress of one TASK."""
 
     async def show() -> None:
         async with connect_client(config_path, server, token, run_name) as client:
@@ -41,10 +41,10 @@ async def _show_server(client: AsyncClient, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(status))
         return
-    console = with_file_width(Console())
-    console.print(_run_table(status["runs"]))
+    console = set_file_width(Console())
+    console.print(_make_run_table(status["runs"]))
     console.print(
-        _node_table(status["nodes"]) if status["nodes"] else "No nodes: start one with `polar node --join URL`."
+        _make_node_table(status["nodes"]) if status["nodes"] else "No nodes: start one with `polar node --join URL`."
     )
     for run_name, policy in status["policy"].items():
         engines = ", ".join(_describe_replica(replica) for replica in policy["replicas"]) or "no engines"
@@ -62,26 +62,28 @@ async def _show_task(client: AsyncClient, task_id: str, as_json: bool) -> None:
         f"{task.total_sessions} sessions ended"
     )
     if task.results and task.status != "running":
-        with_file_width(Console()).print(results_view.make_session_table(_ended_sessions(task)))
+        set_file_width(Console()).print(results_view.make_session_table(_convert_results(task)))
     elif task.sessions:
-        with_file_width(Console()).print(_session_table(task.sessions))
+        set_file_width(Console()).print(_make_session_table(task.sessions))
 
 
-def _session_table(sessions: list[TaskSession]) -> Table:
-    """Of a task that runs: where each of its sessions is."""
+def _make_session_table(sessions: list[TaskSession]) -> Table:
+    """The sessions of a running task, and where each of them is."""
     table = Table()
     for column in ("sample", "state", "retries", "node"):
         table.add_column(column)
-    for one in sessions:
-        table.add_row(str(one.sample), one.state, str(one.attempt), Text(escape_controls(one.node or "")))
+    for session in sessions:
+        table.add_row(
+            str(session.sample), session.state, str(session.attempt), Text(escape_controls(session.node or ""))
+        )
     return table
 
 
-def _ended_sessions(task: TaskStatus) -> list[results_view.EndedSession]:
-    return [results_view.session_from_result(result) for result in task.results]
+def _convert_results(task: TaskStatus) -> list[results_view.EndedSession]:
+    return [results_view.convert_result(result) for result in task.results]
 
 
-def _run_table(runs: dict[str, dict[str, int | None]]) -> Table:
+def _make_run_table(runs: dict[str, dict[str, int | None]]) -> Table:
     names = list(dict.fromkeys(name for counts in runs.values() for name in counts if counts[name] is not None))
     table = Table("run")
     for name in names:
@@ -91,7 +93,7 @@ def _run_table(runs: dict[str, dict[str, int | None]]) -> Table:
     return table
 
 
-def _node_table(nodes: list[dict[str, Any]]) -> Table:
+def _make_node_table(nodes: list[dict[str, Any]]) -> Table:
     table = Table("node", "runtimes")
     for name in ("sessions", *_STAGES, "calls", "seen"):
         table.add_column(name, justify="right")

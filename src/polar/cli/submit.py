@@ -1,4 +1,4 @@
-"""polar submit: tasks to a server, which runs them."""
+"""polar submit: sends tasks to a server."""
 
 import sys
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from polar.cli import results_view
 from polar.cli.common import run_async
-from polar.cli.run_tally import format_count, with_file_width
+from polar.cli.run_tally import format_count, set_file_width
 from polar.cli.server import connect_client, server_options
 from polar.cli.show_tokens import escape_controls
 from polar.cli.tasks import task_options
@@ -23,8 +23,10 @@ from polar.records.task import TaskRequest
 @click.command("submit")
 @server_options
 @task_options
-@click.option("--wait", is_flag=True, help="until all of them have ended, and show what came of them")
-@click.option("--json", "as_json", is_flag=True, help="a line of JSON for each task; with --wait, for each session")
+@click.option("--wait", is_flag=True, help="Wait until all tasks have ended, then print their results.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print a line of JSON for each task; with --wait, for each session."
+)
 def command(
     tasks: list[TaskRequest],
     config_path: Path | None,
@@ -34,8 +36,8 @@ def command(
     wait: bool,
     as_json: bool,
 ) -> int:
-    """Send every TASK (a file, or a folder of them). One that the server has already is not run again. Paths in tasks
-    are those of the machines where nodes run."""
+    """Send every TASK (a file, or a folder of files) to a server. Tasks that the server already has are not run again.
+    Paths in tasks are those of the machines where nodes run."""
 
     async def submit() -> int:
         async with connect_client(config_path, server, token, run_name) as client:
@@ -53,13 +55,13 @@ def command(
 
 
 async def _submit_tasks(client: AsyncClient, tasks: list[TaskRequest]) -> list[SubmitAnswer]:
-    """All of them, however long there is no room for some: then it is said that this waits."""
+    """Submits all tasks, waiting while the run's queue is full."""
     console = Console(stderr=True)
     with _make_progress(console) as progress:
         bar = progress.add_task("tasks", total=len(tasks))
         waited = False
 
-        def seen(answer: SubmitAnswer) -> None:
+        def show_answer(answer: SubmitAnswer) -> None:
             nonlocal waited
             if answer.code != BUSY:
                 progress.advance(bar)
@@ -67,21 +69,21 @@ async def _submit_tasks(client: AsyncClient, tasks: list[TaskRequest]) -> list[S
                 waited = True
                 console.print(_QUEUE_FULL_NOTICE, highlight=False, soft_wrap=True)
 
-        return await client.submit(tasks, raise_refused=False, on_answer=seen)
+        return await client.submit(tasks, raise_refused=False, on_answer=show_answer)
 
 
 _QUEUE_FULL_NOTICE = (
-    "The run's queue is full: waiting for room. Tasks that were sent run on if this is interrupted, and the same "
-    "command sends the rest."
+    "The run's queue is full: waiting. If you interrupt this, submitted tasks keep running; repeat the command to "
+    "send the rest."
 )
 
 
 def _report_refused(answers: list[SubmitAnswer]) -> int:
-    """The exit status."""
+    """Prints refused tasks. Returns the exit status."""
     refused = [answer for answer in answers if answer.error is not None]
     for answer in refused:
-        told = f"polar: The task {answer.task_id} was refused: {answer.error}"
-        click.echo(escape_controls(told), err=True)
+        message = f"polar: The task {answer.task_id} was refused: {answer.error}"
+        click.echo(escape_controls(message), err=True)
     return 1 if refused else 0
 
 
@@ -99,23 +101,23 @@ def _print_answers(answers: list[SubmitAnswer], sessions: int, as_json: bool) ->
 
 
 async def _wait_for_tasks(client: AsyncClient, tasks: list[TaskRequest], as_json: bool) -> int:
-    """The exit status."""
+    """Waits for the tasks and prints their results. Returns the exit status."""
     console = Console(stderr=True)
     ended: list[results_view.EndedSession] = []
     with _make_progress(console) as progress:
         bar = progress.add_task("sessions", total=sum(task.num_samples for task in tasks))
         done: dict[str, int] = {}
 
-        def seen(task: TaskStatus) -> None:
+        def show_status(task: TaskStatus) -> None:
             done[task.task_id] = task.completed_sessions
             progress.update(bar, completed=sum(done.values()))
 
-        async for task in client.as_completed([task.task_id for task in tasks], on_status=seen):
-            ended += [results_view.session_from_result(result) for result in task.results]
+        async for task in client.as_completed([task.task_id for task in tasks], on_status=show_status):
+            ended += [results_view.convert_result(result) for result in task.results]
             if as_json:
                 _write_lines(result.model_dump_json().encode() for result in task.results)
     if not as_json:
-        with_file_width(Console()).print(results_view.make_session_table(ended))
+        set_file_width(Console()).print(results_view.make_session_table(ended))
         click.echo(f"{format_count(len(ended), 'session')}: {results_view.describe_mean_reward(ended)}.")
     if complaint := results_view.describe_failures(ended):
         click.echo(f"polar: {complaint}", err=True)

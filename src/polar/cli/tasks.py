@@ -1,4 +1,4 @@
-"""Tasks as the command line names them; polar tasks: tasks made of data sets."""
+"""TASK arguments of commands; polar tasks: makes tasks from data sets."""
 
 import functools
 import json
@@ -20,21 +20,23 @@ from polar.tasks.overrides import Overrides
 from polar.tasks.task_files import read_text
 
 T = TypeVar("T")
-_MAX_NAMES_SHOWN = 5  # rows that are left out
+_MAX_NAMES_SHOWN = 5  # of omitted rows
 SOURCES_KEY = "polar.sources"
-"""In click's context: each task's source, by its id."""
+"""The key in click's context of each task's source, by task id."""
 
 
 def task_options(function: Callable[..., T]) -> Callable[..., T]:
-    """For commands that take tasks: files and folders, and what is wanted otherwise than they say. The command gets
-    `tasks`, which are read, checked and changed."""
+    """Options of commands that take tasks: files and folders, and overrides of their fields. The command gets `tasks`,
+    validated and with the overrides applied."""
 
-    @click.option("--harness", metavar="NAME[@VERSION]", help="run this one instead of the tasks' own")
-    @click.option("--samples", type=click.IntRange(1), help="sessions of each task [default: as the task says]")
-    @click.option("--model", help="the model name that harnesses are told to ask for")
-    @click.option("--timeout", type=click.FloatRange(0, min_open=True), help="seconds of each session's run")
-    @click.option("--backend", help="the runtime of all tasks: bubblewrap, docker, podman or local")
-    @click.option("--image", help="the image of all tasks' runtimes")
+    @click.option("--harness", metavar="NAME[@VERSION]", help="Run this harness instead of the tasks' own.")
+    @click.option(
+        "--samples", type=click.IntRange(1), help="Run this many sessions of each task [default: the task's]."
+    )
+    @click.option("--model", help="Set the model name that harnesses request.")
+    @click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Limit each session to so many seconds.")
+    @click.option("--backend", help="Run all tasks in this runtime: bubblewrap, docker, podman or local.")
+    @click.option("--image", help="Use this image for all tasks' runtimes.")
     @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TASK...")
     @functools.wraps(function)
     def wrapper(
@@ -49,40 +51,69 @@ def task_options(function: Callable[..., T]) -> Callable[..., T]:
         **others: Any,
     ) -> T:
         overrides = Overrides(harness, samples, model, timeout, image)
-        found = read_sources(paths, backend=backend)
-        click.get_current_context().meta[SOURCES_KEY] = {task.task_id: source for source, task in found}
-        return function(tasks=[overrides.apply(task) for _, task in found], **others)
+        sources = read_sources(paths, backend=backend)
+        click.get_current_context().meta[SOURCES_KEY] = {task.task_id: source for source, task in sources}
+        return function(tasks=[overrides.apply(task) for _, task in sources], **others)
 
     return wrapper
 
 
 @click.group("tasks")
 def command() -> None:
-    """Tasks made of data sets."""
+    """Make tasks from data sets."""
 
 
 @command.command("swe")
 @click.argument("rows", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="the tasks, one a line (.jsonl)")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Write tasks to this JSONL file.")
 @click.option(
     "--set",
     "images",
     type=click.Choice(list(swe_bench.IMAGE_TEMPLATES)),
     default="swe-bench",
     show_default=True,
-    help="whose images",
+    help="Use the images of this data set.",
 )
-@click.option("--image", metavar="TEMPLATE", help="images by another name: {owner}, {name}, or any field of a row")
-@click.option("--repositories", type=click.Path(path_type=Path), help="clones, OWNER__NAME each, instead of images")
-@click.option("--backend", help="the runtime [default: docker; bubblewrap with --repositories]")
-@click.option("--harness", "harnesses", multiple=True, metavar="NAME[@VERSION]", help="a task for each, of every row")
-@click.option("--samples", type=click.IntRange(1), default=1, show_default=True, help="sessions of each task")
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=1800, show_default=True, help="seconds")
-@click.option("--turns", type=click.IntRange(1), help="calls of the model that a session may make [default: any]")
-@click.option("--instruction", type=click.Path(path_type=Path), help="a text with {problem_statement} in it")
-@click.option("--python", help="that runs the tests [default: the images' own; python3 with --repositories]")
-@click.option("--pytest", "pytest_folder", type=click.Path(path_type=Path), help="pip install --target FOLDER pytest")
-@click.option("--test-command", "commands", multiple=True, metavar="REPO=COMMAND", help="with {python} and {files}")
+@click.option(
+    "--image", metavar="TEMPLATE", help="Name images by a template with {owner}, {name} or any field of a row."
+)
+@click.option(
+    "--repositories", type=click.Path(path_type=Path), help="Use clones OWNER__NAME in this folder instead of images."
+)
+@click.option("--backend", help="Run tasks in this runtime [default: docker; bubblewrap with --repositories].")
+@click.option(
+    "--harness", "harnesses", multiple=True, metavar="NAME[@VERSION]", help="Make a task of each row for this harness."
+)
+@click.option(
+    "--samples", type=click.IntRange(1), default=1, show_default=True, help="Run this many sessions of each task."
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=1800,
+    show_default=True,
+    help="Limit each session to so many seconds.",
+)
+@click.option("--turns", type=click.IntRange(1), help="Limit each session to so many model calls [default: no limit].")
+@click.option(
+    "--instruction",
+    type=click.Path(path_type=Path),
+    help="Read the instruction from a text with {problem_statement} in it.",
+)
+@click.option("--python", help="Run tests with this interpreter [default: the image's; python3 with --repositories].")
+@click.option(
+    "--pytest",
+    "pytest_folder",
+    type=click.Path(path_type=Path),
+    help="Use pytest from this folder (pip install --target FOLDER pytest).",
+)
+@click.option(
+    "--test-command",
+    "commands",
+    multiple=True,
+    metavar="REPO=COMMAND",
+    help="Run a repository's tests by this command, with {python} and {files}.",
+)
 @json_option
 def swe_command(
     rows: tuple[Path, ...],
@@ -101,7 +132,7 @@ def swe_command(
     commands: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Tasks of ROWS with SWE-bench's fields (.parquet, .jsonl, .json): SWE-bench, its Verified part, SWE-Gym."""
+    """Make tasks from ROWS with SWE-bench's fields (.parquet, .jsonl, .json), such as SWE-bench Verified or SWE-Gym."""
     options = swe_bench.SweBenchOptions(
         image=image or swe_bench.IMAGE_TEMPLATES[images],
         repositories=repositories,
@@ -113,16 +144,16 @@ def swe_command(
         instruction=swe_bench.INSTRUCTION if instruction is None else _read_template(instruction),
         python=python,
         pytest=pytest_folder,
-        commands=dict(_parse_test_command(one) for one in commands),
+        commands=dict(_parse_test_command(command) for command in commands),
     )
-    made = swe_bench.make_tasks(chain.from_iterable(map(swe_bench.read_rows, rows)), options)
-    _write_tasks(made.tasks, output)
+    result = swe_bench.make_tasks(chain.from_iterable(map(swe_bench.read_rows, rows)), options)
+    _write_tasks(result.tasks, output)
     if as_json:
-        click.echo(json.dumps({"tasks": len(made.tasks), "left_out": made.left_out, "output": str(output)}))
+        click.echo(json.dumps({"tasks": len(result.tasks), "left_out": result.left_out, "output": str(output)}))
         return
-    instances = {task.metadata["instance_id"] for task in made.tasks}
-    click.echo(f"{format_count(len(made.tasks), 'task')} of {format_count(len(instances), 'row')} in {output}")
-    for why, names in made.left_out.items():
+    instances = {task.metadata["instance_id"] for task in result.tasks}
+    click.echo(f"{format_count(len(result.tasks), 'task')} of {format_count(len(instances), 'row')} in {output}")
+    for why, names in result.left_out.items():
         named = ", ".join(names[:_MAX_NAMES_SHOWN]) + (", ..." if len(names) > _MAX_NAMES_SHOWN else "")
         click.echo(f"{format_count(len(names), 'row')} left out, with {why}: {named}", err=True)
 
@@ -130,13 +161,13 @@ def swe_command(
 def _read_template(path: Path) -> str:
     text = read_text(path)
     if "{problem_statement}" not in text:
-        raise ConfigError(f"{path}: it has no {{problem_statement}}, where the row's is put in.")
+        raise ConfigError(f"{path}: add {{problem_statement}} where the row's problem statement belongs.")
     return text
 
 
 def _parse_test_command(command: str) -> tuple[str, str]:
-    repo, given, words = command.partition("=")
-    if not given or not words.strip():
+    repo, separator, words = command.partition("=")
+    if not separator or not words.strip():
         raise ConfigError(f"--test-command {shlex.quote(command)}: write OWNER/NAME=COMMAND.")
     return repo, words
 
@@ -147,4 +178,4 @@ def _write_tasks(tasks: list[TaskRequest], output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_bytes(b"\n".join([*lines, b""]))
     except OSError as error:
-        raise ConfigError(f"{output}: it can't be written: {error.strerror}.") from error
+        raise ConfigError(f"Can't write {output}: {error.strerror}.") from error

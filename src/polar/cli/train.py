@@ -1,4 +1,4 @@
-"""polar train: reinforcement learning over the rollout service, from one file of settings."""
+"""polar train: trains a model by reinforcement learning over the rollout service."""
 
 import asyncio
 import contextlib
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @click.command("train")
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--output", help="the folder of everything that is kept; one with a run in it is taken up")
-@click.option("--steps", type=click.IntRange(1), help="instead of the settings' own")
-@click.option("--seed", type=click.IntRange(0), help="instead of the settings' own")
+@click.option("--output", help="Keep the run in this folder; resume the run that is in it.")
+@click.option("--steps", type=click.IntRange(1), help="Train for this many steps [default: from the settings].")
+@click.option("--seed", type=click.IntRange(0), help="Set the seed [default: from the settings].")
 @log_options
 @json_option
 def command(
@@ -44,7 +44,7 @@ def command(
     log_level: LogLevel | None,
     as_json: bool,
 ) -> int:
-    """Train the model of CONFIG on its tasks. A run that was interrupted goes on where it was: start it again."""
+    """Train the model of CONFIG on its tasks. Repeat the command to resume an interrupted run."""
     start_logging(Settings(), log_format, log_level)
     return run_async(_train(config, None if output is None else os.path.abspath(output), steps, seed, as_json))
 
@@ -112,7 +112,7 @@ class TrainProgress:
         minutes, seconds = divmod(int(time.monotonic() - self._started_at), 60)
         step = self._history[-1].step if self._history else 0
         head = Text(f"step {step} of {self._steps}   {self._activity}   {minutes}:{seconds:02}")
-        return Group(head, _step_table(self._history[-_MAX_STEPS_SHOWN:]), render_reward_curve(self._history))
+        return Group(head, _make_step_table(self._history[-_MAX_STEPS_SHOWN:]), render_reward_curve(self._history))
 
     def make_live(self) -> Live | None:
         if self._silent or not self._console.is_terminal:
@@ -190,7 +190,7 @@ def _format_step(metrics: StepMetrics, steps: int) -> str:
     return "   ".join(parts)
 
 
-def _step_table(rows: Sequence[StepMetrics]) -> Table:
+def _make_step_table(rows: Sequence[StepMetrics]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("step", "reward", "held out", "loss", "gradient", "ratio", "lag", "filtered", "wait", "learn", "sync"):
         table.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""polar up: the rollout server, a gateway node, and an engine if none is configured, in one process."""
+"""polar up: runs the rollout server, a gateway node, and an engine if none is configured, in one process."""
 
 import asyncio
 import contextlib
@@ -27,9 +27,9 @@ from polar.telemetry.logs import LogFormat, LogLevel
 
 @click.command("up")
 @settings_options
-@click.option("--port", type=int, help="of the data plane")
-@click.option("--control-port", type=int, help="of the control plane")
-@click.option("--node/--no-node", default=None, help="run sessions in this process [default: unless Ray does]")
+@click.option("--port", type=int, help="Serve the data plane at this port.")
+@click.option("--control-port", type=int, help="Serve the control plane at this port.")
+@click.option("--node/--no-node", default=None, help="Run sessions in this process [default: unless Ray does].")
 @log_options
 @json_option
 def command(
@@ -42,7 +42,7 @@ def command(
     log_level: LogLevel | None,
     as_json: bool,
 ) -> None:
-    """Run until interrupted. Other machines join with `polar node --join URL`."""
+    """Run the rollout server until interrupted. Other machines join with `polar node --join URL`."""
     settings = load_settings(
         config_path,
         gateway={} if port is None else {"port": port},
@@ -54,7 +54,7 @@ def command(
 
 
 def make_stop_event() -> asyncio.Event:
-    """Set when the process is told to end."""
+    """An event that SIGINT and SIGTERM set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -63,11 +63,11 @@ def make_stop_event() -> asyncio.Event:
 
 
 class ShutdownSignals:
-    """How this process, which has a node in it, was told to end."""
+    """Signals that ask this process, which contains a node, to drain or to stop."""
 
     def __init__(self) -> None:
-        self.drain_requested = asyncio.Event()  # SIGTERM: sessions that run get some time
-        self.stop_requested = asyncio.Event()  # SIGINT, or a second signal: they are handed back
+        self.drain_requested = asyncio.Event()  # SIGTERM: running sessions get time to finish
+        self.stop_requested = asyncio.Event()  # SIGINT, or a second signal: running sessions are handed back
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         loop.add_signal_handler(signal.SIGINT, self.stop_requested.set)
@@ -84,7 +84,7 @@ async def _run_server(settings: Settings, data: Path, node: bool, as_json: bool)
     except ImportError as error:
         raise ConfigError(f"polar up needs the extra `server`: {install_hint('server')} ({error}).") from error
     tune_process()
-    orders = ShutdownSignals()
+    signals = ShutdownSignals()
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(Service(settings, data, node=node))
         if settings.cluster.engine == "ray":
@@ -101,20 +101,20 @@ async def _run_server(settings: Settings, data: Path, node: bool, as_json: bool)
             console = Console()
             console.print(f"data plane     {service.gateway_url}   (harnesses; session keys)")
             console.print(f"control plane  {service.control_url}   (docs at /docs)")
-            told = ", ".join(engines) or "none yet: a trainer adds its own"
-            console.print(f"engine         {told}   ({settings.engine.kind})")
+            engine_list = ", ".join(engines) or "none yet: a trainer adds its own"
+            console.print(f"engine         {engine_list}   ({settings.engine.kind})")
             console.print(f"nodes          {_describe_nodes(settings, node)}")
             console.print("Tasks: polar submit. An agent run by hand: polar session new. Stop with Ctrl-C.")
-        over = asyncio.ensure_future(service.wait_for_failure())
-        ordered = [asyncio.ensure_future(event.wait()) for event in (orders.drain_requested, orders.stop_requested)]
-        await asyncio.wait({over, *ordered}, return_when=asyncio.FIRST_COMPLETED)
-        if over.done():
-            raise PolarError(f"{over.result()} This server stops.")
-        over.cancel()
-        if not orders.stop_requested.is_set():
-            await service.drain(orders.stop_requested)
-        for one in ordered:
-            one.cancel()
+        failure = asyncio.ensure_future(service.wait_for_failure())
+        requests = [asyncio.ensure_future(event.wait()) for event in (signals.drain_requested, signals.stop_requested)]
+        await asyncio.wait({failure, *requests}, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            raise PolarError(f"{failure.result()} This server stops.")
+        failure.cancel()
+        if not signals.stop_requested.is_set():
+            await service.drain(signals.stop_requested)
+        for request in requests:
+            request.cancel()
 
 
 def _describe_nodes(settings: Settings, node: bool) -> str:

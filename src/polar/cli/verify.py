@@ -57,29 +57,29 @@ _PROGRESS_DELAY_SECONDS = 2.0
     "--model",
     "folder",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="recompute the log-probabilities with the model in this folder, in fp32",
+    help="Recompute the log-probabilities with the model in this folder, in fp32.",
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(0),
     default=DEFAULT_TOLERANCE,
     show_default=True,
-    help="with --model: the largest difference that passes (with --from: the mean one of first turns); the default is "
-    "for engines in fp32, bf16 needs about 0.1",
+    help="With --model: accept differences up to this (with --from: mean differences of first turns). The default is "
+    "for engines in fp32; bf16 needs about 0.1.",
 )
-@click.option("--policy-version", type=int, help="with --model: compare only what this version sampled")
+@click.option("--policy-version", type=int, help="With --model: compare only tokens that this version sampled.")
 @click.option(
     "--from",
     "trainer",
     type=click.Choice(list(FORMATS)),
-    help="audit files of this trainer's rollouts, whoever made them, instead of stored sessions",
+    help="Audit files of this trainer's rollouts instead of stored sessions.",
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(0, min_open=True),
     default=1.0,
     show_default=True,
-    help="with --from: what divided the logits whose log-probabilities are recorded",
+    help="With --from: set the temperature of the recorded log-probabilities.",
 )
 @json_option
 @click.argument("names", nargs=-1, metavar="[SESSION|FILE]...")
@@ -94,13 +94,13 @@ def command(
     temperature: float,
     as_json: bool,
 ) -> int:
-    """Check sessions (default: all) token by token: what is stored, and what every builder makes of it.
+    """Check sessions (default: all) token by token: the records, and the traces of every builder.
 
-    With --from TRAINER, check FILEs of rollouts that others made: are tokens trained in the context they were sampled
-    in?
+    With --from TRAINER, check FILEs of rollouts made by any tool: is every token trained in the context in which it was
+    sampled?
     """
     if trainer is None and (files := [name for name in names if Path(name).is_file()]):
-        raise ConfigError(f"{files[0]} is a file: say whose rollouts are in it, with --from {'|'.join(FORMATS)}.")
+        raise ConfigError(f"{files[0]} is a file: name its trainer's format with --from {'|'.join(FORMATS)}.")
     rows = None if trainer is None else verify_files.read_files(trainer, names)  # before a model is loaded
     teacher = None if folder is None else Teacher.load(folder)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
@@ -113,12 +113,12 @@ def command(
             version=policy_version,
             track=partial(track_progress, "rows"),
         )
-        return verify_files.report(audited, rows, tokenizer, as_json=as_json)
-    found = run_async(verify_sessions(load_settings(config_path), data, names, teacher, policy_version))
-    return report(found, tolerance, tokenizer, as_json=as_json)
+        return verify_files.print_audit(audited, rows, tokenizer, as_json=as_json)
+    findings = run_async(verify_sessions(load_settings(config_path), data, names, teacher, policy_version))
+    return print_findings(findings, tolerance, tokenizer, as_json=as_json)
 
 
-def report(
+def print_findings(
     findings: "VerifyFindings",
     tolerance: float = DEFAULT_TOLERANCE,
     tokenizer: Tokenizer | None = None,
@@ -194,8 +194,8 @@ async def verify_sessions(
     store = open_existing_store(settings, data)
     findings = VerifyFindings(comparison=None if teacher is None else LogprobComparison())
     try:
-        wanted = session_ids or [session.session_id async for session in _iterate_sessions(store)]
-        for session_id in track_progress("sessions", wanted):
+        selected = session_ids or [session.session_id async for session in _iterate_sessions(store)]
+        for session_id in track_progress("sessions", selected):
             await _verify_session(store, session_id, findings, teacher, policy_version)
     finally:
         await store.close()
@@ -267,8 +267,11 @@ def _check_builds(
         findings.excluded[excluded.reason] += excluded.stop - excluded.start
     if teacher is not None and findings.comparison is not None and not problems:
         with_images = {path.exchange_id for path in sampled.paths if path.images}
-        how = {it.exchange_id: find_logprob_conditions(it, images=it.exchange_id in with_images) for it in exchanges}
-        teacher.compare(merged.traces, how, findings.comparison, policy_version=policy_version)
+        conditions = {
+            exchange.exchange_id: find_logprob_conditions(exchange, images=exchange.exchange_id in with_images)
+            for exchange in exchanges
+        }
+        teacher.compare(merged.traces, conditions, findings.comparison, policy_version=policy_version)
     return problems
 
 
@@ -280,8 +283,8 @@ def track_progress(what: str, items: Sequence[T]) -> Iterator[T]:
     task = progress.add_task("", total=len(items))
     due = time.monotonic() + _PROGRESS_DELAY_SECONDS
     try:
-        for one in items:
-            yield one
+        for item in items:
+            yield item
             progress.advance(task)
             if time.monotonic() > due:
                 progress.start()
@@ -292,28 +295,28 @@ def track_progress(what: str, items: Sequence[T]) -> Iterator[T]:
 # What is printed
 
 
-def _print_findings(found: VerifyFindings, tokenizer: Tokenizer | None, console: Console, title: str) -> None:
+def _print_findings(findings: VerifyFindings, tokenizer: Tokenizer | None, console: Console, title: str) -> None:
     table = Table(show_header=False, title=title, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="left")
     rows: dict[str, Any] = {
-        "sessions": found.sessions,
-        "exchanges": found.exchanges,
-        "sampled tokens": found.sampled,
-        "trainable": found.trainable,
-        "excluded": _format_counts(found.excluded) or 0,
-        "traces": f"{_format_counts(found.traces)} (prefix_tree: {_format_count(found.nodes, 'node')})",
-        "computed tokens": _format_counts(found.computed),
-        "branches": _format_counts(found.branches) or 0,
+        "sessions": findings.sessions,
+        "exchanges": findings.exchanges,
+        "sampled tokens": findings.sampled,
+        "trainable": findings.trainable,
+        "excluded": _format_counts(findings.excluded) or 0,
+        "traces": f"{_format_counts(findings.traces)} (prefix_tree: {_format_count(findings.nodes, 'node')})",
+        "computed tokens": _format_counts(findings.computed),
+        "branches": _format_counts(findings.branches) or 0,
     }
-    if found.without_checksum:
+    if findings.without_checksum:
         rows["no checksum"] = (
-            f"{_format_count(found.without_checksum, 'exchange')} of an older version: changes can't be seen"
+            f"{_format_count(findings.without_checksum, 'exchange')} of an older version: changes can't be seen"
         )
     rows["problems"] = (
-        Text(_format_counts(found.problem_counts), "red") if found.problem_counts else Text("none", "green")
+        Text(_format_counts(findings.problem_counts), "red") if findings.problem_counts else Text("none", "green")
     )
-    compared = found.comparison
+    compared = findings.comparison
     if compared is not None:
         rows["recomputed"] = f"{_format_count(compared.tokens, 'token')}: largest difference {compared.largest:.3g}"
         rows["recomputed"] += f", mean {compared.mean:.3g}"
@@ -322,21 +325,21 @@ def _print_findings(found: VerifyFindings, tokenizer: Tokenizer | None, console:
     for name, value in rows.items():
         table.add_row(name, value if isinstance(value, Text) else str(value))
     console.print(table)
-    if found.problems:
-        _print_problems(found, console)
+    if findings.problems:
+        _print_problems(findings, console)
     if compared is not None and compared.worst is not None:
         _print_worst(compared.worst, tokenizer, console)
 
 
-def _print_problems(found: VerifyFindings, console: Console) -> None:
+def _print_problems(findings: VerifyFindings, console: Console) -> None:
     table = Table(title="Problems", title_justify="left")
     for column in ("session", "exchange", "kind", "what"):
         table.add_column(column, overflow="fold")
-    for problem in found.problems[:_MAX_PRINTED_PROBLEMS]:
+    for problem in findings.problems[:_MAX_PRINTED_PROBLEMS]:
         table.add_row(problem.session_id, problem.exchange_id or "", problem.kind, Text(problem.message))
     console.print(table)
-    if (more := found.problem_counts.total() - _MAX_PRINTED_PROBLEMS) > 0:
-        console.print(f"and {more} more (--json lists up to {_MAX_LISTED_PROBLEMS})")
+    if (omitted := findings.problem_counts.total() - _MAX_PRINTED_PROBLEMS) > 0:
+        console.print(f"and {omitted} more (--json lists up to {_MAX_LISTED_PROBLEMS})")
 
 
 def _print_worst(worst: LargestDifference, tokenizer: Tokenizer | None, console: Console) -> None:
@@ -363,9 +366,9 @@ def _decode_surroundings(worst: LargestDifference, tokenizer: Tokenizer | None) 
 
 
 def _findings_to_dict(
-    found: VerifyFindings, tolerance: float, tokenizer: Tokenizer | None, *, ok: bool
+    findings: VerifyFindings, tolerance: float, tokenizer: Tokenizer | None, *, ok: bool
 ) -> dict[str, Any]:
-    compared = found.comparison
+    compared = findings.comparison
     model = None
     if compared is not None:
         model = {
@@ -380,18 +383,18 @@ def _findings_to_dict(
         }
     return {
         "ok": ok,
-        "sessions": found.sessions,
-        "exchanges": found.exchanges,
-        "sampled": found.sampled,
-        "trainable": found.trainable,
-        "excluded": dict(found.excluded),
-        "traces": dict(found.traces),
-        "nodes": found.nodes,
-        "computed": dict(found.computed),
-        "branches": dict(found.branches),
-        "without_checksum": found.without_checksum,
-        "problem_kinds": dict(found.problem_counts),
-        "problems": found.problems,
+        "sessions": findings.sessions,
+        "exchanges": findings.exchanges,
+        "sampled": findings.sampled,
+        "trainable": findings.trainable,
+        "excluded": dict(findings.excluded),
+        "traces": dict(findings.traces),
+        "nodes": findings.nodes,
+        "computed": dict(findings.computed),
+        "branches": dict(findings.branches),
+        "without_checksum": findings.without_checksum,
+        "problem_kinds": dict(findings.problem_counts),
+        "problems": findings.problems,
         "model": model,
     }
 

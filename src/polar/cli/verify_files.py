@@ -38,7 +38,9 @@ def read_files(trainer: str, names: Sequence[str]) -> list[RolloutRow]:
     return rows
 
 
-def report(audit_report: AuditReport, rows: Sequence[RolloutRow], tokenizer: Tokenizer | None, *, as_json: bool) -> int:
+def print_audit(
+    audit_report: AuditReport, rows: Sequence[RolloutRow], tokenizer: Tokenizer | None, *, as_json: bool
+) -> int:
     """Prints what was found; the exit status."""
     complaint = audit_report.failure_message
     if as_json:
@@ -52,47 +54,49 @@ def report(audit_report: AuditReport, rows: Sequence[RolloutRow], tokenizer: Tok
 
 
 def _print_report(
-    found: AuditReport, rows: Sequence[RolloutRow], tokenizer: Tokenizer | None, console: Console
+    audit_report: AuditReport, rows: Sequence[RolloutRow], tokenizer: Tokenizer | None, console: Console
 ) -> None:
-    table = Table(show_header=False, title="Problems" if found.failure_message else "No problems", title_justify="left")
+    table = Table(
+        show_header=False, title="Problems" if audit_report.failure_message else "No problems", title_justify="left"
+    )
     table.add_column(style="bold")
     table.add_column()
-    trained, compared, off = _count_tokens(found)
-    table.add_row("rows", str(len(found.rows)))
+    trained, compared, off = _count_tokens(audit_report)
+    table.add_row("rows", str(len(audit_report.rows)))
     table.add_row("trained tokens", str(trained))
-    if found.policy is None:
+    if audit_report.policy is None:
         table.add_row("compared", "0: without --model nobody can say in which context tokens were sampled")
     else:
-        largest = max(row.largest for row in found.rows)
+        largest = max(row.largest for row in audit_report.rows)
         table.add_row("compared", f"{compared}: largest difference {largest:.3g}")
-        noise = found.policy.noise
+        noise = audit_report.policy.noise
         table.add_row("noise", f"first turns differ by {noise.mean:.3g} in the mean")
         share = f" ({off / compared:.1%})" if off else ""
         table.add_row("off", f"{off} by more than {noise.outlier_threshold:.3g}{share}")
-    if found.skipped:
-        table.add_row("rows not compared", _format_counts(found.skipped))
-    table.add_row("rows in order", str(len(found.rows) - len(found.faulty_rows)))
-    for kind, count in found.problem_counts.most_common():
+    if audit_report.skipped:
+        table.add_row("rows not compared", _format_counts(audit_report.skipped))
+    table.add_row("rows in order", str(len(audit_report.rows) - len(audit_report.faulty_rows)))
+    for kind, count in audit_report.problem_counts.most_common():
         table.add_row(kind, Text(f"{count}: {PROBLEM_KINDS[kind]}", "red"))
     console.print(table)
-    if found.faulty_rows:
-        _print_rows(found, console)
-    if (gravest := found.worst_row) is not None:
+    if audit_report.faulty_rows:
+        _print_rows(audit_report, console)
+    if (gravest := audit_report.worst_row) is not None:
         _print_surroundings(gravest, rows[gravest.number - 1], tokenizer, console)
 
 
-def _print_rows(found: AuditReport, console: Console) -> None:
+def _print_rows(audit_report: AuditReport, console: Console) -> None:
     table = Table(title="Rows", title_justify="left")
     for name in ("row", "trained", "off", "largest", "token", "turn", "verdict"):
         table.add_column(name, overflow="fold", justify="left" if name == "verdict" else "right")
-    for row in found.faulty_rows[:_MAX_PRINTED_ROWS]:
+    for row in audit_report.faulty_rows[:_MAX_PRINTED_ROWS]:
         gravest = row.problems[0]
         measured = (f"{row.off} ({row.off / row.compared:.0%})", f"{row.largest:.3g}") if row.compared else ("-", "-")
         place = ("" if value is None else str(value) for value in (gravest.position, gravest.turn))
         kinds = ", ".join(dict.fromkeys(problem.kind for problem in row.problems))
         table.add_row(str(row.number), str(row.trained), *measured, *place, kinds)
     console.print(table)
-    if (more := len(found.faulty_rows) - _MAX_PRINTED_ROWS) > 0:
+    if (more := len(audit_report.faulty_rows) - _MAX_PRINTED_ROWS) > 0:
         console.print(f"and {more} more (--json lists up to {_MAX_LISTED_ROWS})")
 
 
@@ -107,28 +111,30 @@ def _print_surroundings(checked: RowAudit, row: RolloutRow, tokenizer: Tokenizer
     console.print(line.append(escape_controls(tokenizer.decode(ids[at + 1 : at + 1 + _TOKENS_AFTER])), "dim"))
 
 
-def _report_to_dict(found: AuditReport, *, ok: bool) -> dict[str, Any]:
-    trained, compared, off = _count_tokens(found)
-    listed = [msgspec.structs.asdict(row) | {"verdict": row.verdict} for row in found.faulty_rows[:_MAX_LISTED_ROWS]]
+def _report_to_dict(audit_report: AuditReport, *, ok: bool) -> dict[str, Any]:
+    trained, compared, off = _count_tokens(audit_report)
+    listed = [
+        msgspec.structs.asdict(row) | {"verdict": row.verdict} for row in audit_report.faulty_rows[:_MAX_LISTED_ROWS]
+    ]
     return {
         "ok": ok,
-        "rows": len(found.rows),
-        "in_order": len(found.rows) - len(found.faulty_rows),
+        "rows": len(audit_report.rows),
+        "in_order": len(audit_report.rows) - len(audit_report.faulty_rows),
         "trained": trained,
         "compared": compared,
         "off": off,
-        "skipped": dict(found.skipped),
-        "kinds": dict(found.problem_counts),
-        "policy": found.policy,
+        "skipped": dict(audit_report.skipped),
+        "kinds": dict(audit_report.problem_counts),
+        "policy": audit_report.policy,
         "problems": listed,
     }
 
 
-def _count_tokens(found: AuditReport) -> tuple[int, int, int]:
+def _count_tokens(audit_report: AuditReport) -> tuple[int, int, int]:
     return (
-        sum(row.trained for row in found.rows),
-        sum(row.compared for row in found.rows),
-        sum(row.off for row in found.rows),
+        sum(row.trained for row in audit_report.rows),
+        sum(row.compared for row in audit_report.rows),
+        sum(row.off for row in audit_report.rows),
     )
 
 

@@ -1,8 +1,8 @@
-"""Calls to a control plane that outlive lost connections and restarts of the server.
+"""HTTP calls to a control plane that survive lost connections and restarts of the server.
 
-What is asked here may be asked twice, so that a call whose answer was lost is made again, for as long as the caller has
-patience; what must not be done twice says so. The token goes into one header, to one address, and appears nowhere else:
-redirects are not followed, and no error has one of the HTTP client's own behind it, which carry the request's headers.
+A call whose answer was lost is repeated for as long as the caller has patience; calls that must not be repeated say so
+(`once`). The token is sent in one header to one address and appears nowhere else: redirects are not followed, and no
+error chains one of the HTTP client's, which carry the request's headers.
 """
 
 import asyncio
@@ -25,16 +25,15 @@ Query = Mapping[str, str | int | float | None]
 _READ_TIMEOUT_SECONDS = (
     120.0  # seconds without a byte, besides those that the server was asked to wait, that end a connection
 )
-_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 10.0  # seconds between two tries
-_MAX_CRASHES = 3  # of the server's: a call that it breaks at again and again is not made for ever
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 10.0  # between two attempts
+_MAX_CRASHES = 3  # answers with status 500 before a call is given up
 _NO_HEADERS: Mapping[str, str] = {}
 BUSY = 429
-"""The status of what there is no room for now."""
+"""The HTTP status of a refusal because the queue is full."""
 
 
 class ClientError(PolarError):
-    """The control plane can't be reached, or did not do what was asked. `status` is that of its answer, if there was
-    one."""
+    """The control plane can't be reached, or refused a call. `status` is the HTTP status of its answer, if any."""
 
     def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -43,7 +42,7 @@ class ClientError(PolarError):
 
 
 class ServerEvent(Struct, frozen=True):
-    """Something that happened at the server."""
+    """An event of the server."""
 
     kind: str
     id: str | None
@@ -55,10 +54,10 @@ _decode_fields = msgspec.json.Decoder(dict[str, Any]).decode
 
 class _Failure(Struct):
     message: str
-    is_retryable: bool  # it may well succeed later
+    is_retryable: bool  # a later attempt may succeed
     status: int | None = None
     retry_after: float | None = None
-    never_reached: bool = False  # the server has certainly done nothing
+    never_reached: bool = False  # the server certainly did nothing
 
 
 class _Problem(TypedDict):
@@ -78,14 +77,14 @@ class Calls:
     """Belongs to the event loop that it is first used in."""
 
     def __init__(self, url: str, token: str | None, patience: float) -> None:
-        """`patience` is how many seconds a call goes on trying without an answer."""
+        """`patience`: seconds for which a call is repeated without an answer."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ClientError(f"{url!r} is no address: it begins with http:// or https://.")
         if "@" in parts.netloc:
-            raise ClientError(f"The address of {parts.hostname} holds a password: give a token instead.")
+            raise ClientError(f"The URL of {parts.hostname} contains a password: pass a token instead.")
         if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-            raise ClientError("The token can't be sent: it takes printable ASCII characters without spaces.")
+            raise ClientError("The token can't be sent: it must be printable ASCII without spaces.")
         self.url = url.rstrip("/")
         self.patience = patience
         self._headers = {"Content-Type": "application/json"}
@@ -114,21 +113,21 @@ class Calls:
         once: bool = False,
         accept: int | None = None,
     ) -> T:
-        """What `decode` makes of the answer: an answer that is cut off counts as none. The server may take `wait`
-        seconds longer than usual. `once`: it is not asked again after it may have been heard. `accept`: an HTTP status
-        that is no error here. Raises ClientError."""
-        trying = _RetryState(self.patience if patience is None else patience)
+        """Returns the answer, decoded by `decode`; a truncated answer counts as none. The server may take `wait`
+        seconds longer than usual. `once`: do not repeat a call that the server may have received. `accept`: an HTTP
+        status that is not an error. Raises ClientError."""
+        retries = _RetryState(self.patience if patience is None else patience)
         while True:
-            got = await self._call_once(method, path, query, body, decode, wait, accept)
-            if not isinstance(got, _Failure):
-                return got
-            if once and not got.never_reached:
-                got.is_retryable = False
-            await trying.wait_or_raise(got)
+            result = await self._call_once(method, path, query, body, decode, wait, accept)
+            if not isinstance(result, _Failure):
+                return result
+            if once and not result.never_reached:
+                result.is_retryable = False
+            await retries.wait_or_raise(result)
 
     async def events(self, path: str, query: Query | None = None) -> AsyncGenerator[ServerEvent, None]:
-        """Server-sent events, on one connection after another; each says behind which event it goes on."""
-        trying = _RetryState(self.patience)
+        """Server-sent events. A lost connection is replaced by one that resumes behind the last event."""
+        retries = _RetryState(self.patience)
         last: str | None = None
         while True:
             failure = _Failure(f"{self.url} ended the stream of events.", is_retryable=True)
@@ -138,7 +137,7 @@ class Calls:
                     if response.status == 200:
                         fields: dict[str, str] = {}
                         async for line in response.content:
-                            trying = _RetryState(self.patience)
+                            retries = _RetryState(self.patience)
                             name, _, value = line.decode("utf-8", "replace").rstrip("\r\n").partition(":")
                             if name:
                                 fields[name] = value.removeprefix(" ")
@@ -147,10 +146,10 @@ class Calls:
                                 yield ServerEvent(fields.get("event", "message"), last, _decode_fields(fields["data"]))
                                 fields = {}
                     else:
-                        failure = self._status_failure(response, await response.read())
+                        failure = self._make_status_failure(response, await response.read())
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                failure = self._connection_failure(error)
-            await trying.wait_or_raise(failure)
+                failure = self._make_connection_failure(error)
+            await retries.wait_or_raise(failure)
 
     async def _call_once(
         self,
@@ -166,17 +165,15 @@ class Calls:
             async with self._request(method, path, query, body, wait) as response:
                 text = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return self._connection_failure(error)
+            return self._make_connection_failure(error)
         if response.status >= 300 and response.status != accept:
-            return self._status_failure(response, text)
+            return self._make_status_failure(response, text)
         try:
             return decode(text)
         except (msgspec.ValidationError, UnicodeDecodeError) as error:
-            return _Failure(
-                f"{self.url} does not answer as a control plane of Polar's does: {error}.", is_retryable=False
-            )
+            return _Failure(f"{self.url} does not answer like a Polar control plane: {error}.", is_retryable=False)
         except msgspec.DecodeError:
-            return _Failure(f"{self.url} broke off in the middle of an answer.", is_retryable=True)
+            return _Failure(f"{self.url} sent a truncated answer.", is_retryable=True)
 
     def _request(
         self,
@@ -193,35 +190,34 @@ class Calls:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), headers=self._headers, read_bufsize=2**20
             )
-        given = {name: value for name, value in (query or {}).items() if value is not None}
-        address = self.url + path + (f"?{urlencode(given)}" if given else "")
+        parameters = {name: value for name, value in (query or {}).items() if value is not None}
+        address = self.url + path + (f"?{urlencode(parameters)}" if parameters else "")
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_READ_TIMEOUT_SECONDS + wait)
         return self._http.request(
             method, URL(address, encoded=True), data=body, headers=headers, timeout=timeout, allow_redirects=False
         )
 
-    def _connection_failure(self, error: Exception) -> _Failure:
+    def _make_connection_failure(self, error: Exception) -> _Failure:
         if isinstance(error, aiohttp.ClientSSLError):
             return _Failure(f"{self.url} can't be trusted: {error.os_error}.", is_retryable=False)
         if isinstance(error, aiohttp.ClientConnectorError):
             number = error.os_error.errno or 0  # asyncio's own words for it are longer; below 0 it is a resolver's
             why = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
-            said = f"No control plane answers at {self.url} ({why}): start one with `polar up`."
-            return _Failure(said, is_retryable=True, never_reached=True)
+            message = f"No control plane answers at {self.url} ({why}): start one with `polar up`."
+            return _Failure(message, is_retryable=True, never_reached=True)
         if isinstance(error, TimeoutError):
             return _Failure(f"{self.url} did not answer in time.", is_retryable=True)
         return _Failure(self._redact(f"{self.url} broke the connection off ({error or type(error).__name__})."), True)
 
-    def _status_failure(self, response: aiohttp.ClientResponse, body: bytes) -> _Failure:
-        """A proxy's word that the server is away is none of the server's own. One that is being stopped breaks calls
-        off with 500."""
+    def _make_status_failure(self, response: aiohttp.ClientResponse, body: bytes) -> _Failure:
+        """A 502 or 504 without a detail is a proxy's and retryable. A stopping server answers 500."""
         status = response.status
-        detail = _detail(body)
-        again = status in (BUSY, 500, 503) or (status in (502, 504) and detail is None)
-        said = detail or body[:300].decode("utf-8", "replace").strip() or "nothing more"
+        detail = _read_detail(body)
+        is_retryable = status in (BUSY, 500, 503) or (status in (502, 504) and detail is None)
+        explanation = detail or body[:300].decode("utf-8", "replace").strip() or "nothing more"
         return _Failure(
-            self._redact(f"{self.url} answered {status}: {said}"),
-            again,
+            self._redact(f"{self.url} answered {status}: {explanation}"),
+            is_retryable,
             status,
             parse_retry_after(response.headers.get("Retry-After")),
             never_reached=status == BUSY,
@@ -232,16 +228,16 @@ class Calls:
 
 
 class _RetryState:
-    """How long to wait before the next try, and when to give up."""
+    """The delay before the next attempt, and when to give up."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._delays = retry_delays()
+        self._delays = iterate_retry_delays()
         self._crashes = 0
-        self._deadline: float | None = None  # counted from the first failure: waiting for an answer is none
+        self._deadline: float | None = None  # counted from the first failure
 
     async def wait_or_raise(self, failure: _Failure) -> None:
-        """Raises ClientError where there is no use in it, or no patience left."""
+        """Raises ClientError where the failure is not retryable or the patience is exhausted."""
         now = asyncio.get_running_loop().time()
         if self._deadline is None:
             self._deadline = now + self._patience
@@ -252,13 +248,13 @@ class _RetryState:
         await asyncio.sleep(min(pause, self._deadline - now))
 
 
-def retry_delays() -> Iterator[float]:
-    """Between two tries."""
+def iterate_retry_delays() -> Iterator[float]:
+    """Delays between attempts."""
     return backoff.backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
 
 
 def parse_retry_after(retry_after: str | None) -> float | None:
-    """A `Retry-After` header; one with a date is not used by anything here."""
+    """Parses a `Retry-After` header in seconds; dates are ignored."""
     try:
         return max(float(retry_after), 0.0) if retry_after else None
     except ValueError:
@@ -266,12 +262,12 @@ def parse_retry_after(retry_after: str | None) -> float | None:
 
 
 def quote_segment(name: str) -> str:
-    """A name as one step of a path, whatever is in it."""
+    """Quotes a name as one segment of a URL's path."""
     return quote(name, safe="")
 
 
-def _detail(body: bytes) -> str | None:
-    """What the server says, in words; None where it isn't the server that speaks."""
+def _read_detail(body: bytes) -> str | None:
+    """The server's error message; None where the answer is not the server's."""
     try:
         detail = _decode_refusal(body).detail
     except (ValueError, RecursionError):

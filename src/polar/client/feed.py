@@ -1,8 +1,8 @@
-"""The results of a run in the order in which they ended, page by page, from a cursor on.
+"""Reads the results of a run in the order in which they ended, page by page, from a cursor.
 
-At most one page is held, and the next one is asked for when it is used up: a trainer that can't keep up leaves the
-rest at the server. The cursor is all that a page needs, so that nothing is lost or given twice however often
-connections break and servers start anew.
+At most one page is in memory, and the next one is requested when it is used up: the rest stays at the server while a
+trainer is busy. A page depends on its cursor alone, so nothing is lost or repeated when connections break or servers
+restart.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class RawResult(Struct, frozen=True):
-    """A result as the server sent it: JSON that nobody has looked into."""
+    """A result as the server sent it: undecoded JSON."""
 
     cursor: int
     task_id: str
@@ -30,7 +30,7 @@ class RawResult(Struct, frozen=True):
 
 
 class ResultOptions(TypedDict, total=False):
-    """Of `results`, which says what they mean."""
+    """Options of `AsyncClient.results`, which documents them."""
 
     builder: str | None
     suspicious: SuspiciousFilter
@@ -57,17 +57,16 @@ _match_key = re.compile(rb'\{"cursor":(\d+),"sample":\d+,"session_id":"[^"\\]*",
 
 
 def _read_key(data: bytes) -> _ResultKey:
-    """A server of ours says it first; the rest, a megabyte perhaps, need not be looked through."""
-    begins = _match_key(data)
-    return _decode_key(data) if begins is None else _ResultKey(int(begins[1]), msgspec.json.decode(begins[2], type=str))
+    """Reads the cursor and task id, which Polar's server puts first, without decoding the rest."""
+    match = _match_key(data)
+    return _decode_key(data) if match is None else _ResultKey(int(match[1]), msgspec.json.decode(match[2], type=str))
 
 
 class Results(Generic[T]):
-    """An async iterator, perhaps without an end. Where it raises ClientError, it can be asked again, and goes on.
+    """An async iterator of results, possibly endless. After a ClientError, iteration can be continued.
 
-    With a `consumer`, the server remembers how far it got: asking for the next page says that all of this one is done
-    with. Whoever stops in between gets the rest of the page again, and with it what was given already, unless it
-    calls `acknowledge`.
+    With a `consumer`, the server stores the cursor: requesting the next page acknowledges all of this one. A consumer
+    that stops within a page gets the whole page again, unless it calls `acknowledge`.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class Results(Generic[T]):
         count: int | None = None,
         follow: bool = True,
     ) -> None:
-        self.cursor = after  # of the one that was given last
+        self.cursor = after  # of the last result returned
         self._calls = calls
-        only = None if suspicious == "keep" else suspicious
-        self._query: Query = {**query, "builder": builder, "suspicious": only, "consumer": consumer}
+        filter_ = None if suspicious == "keep" else suspicious
+        self._query: Query = {**query, "builder": builder, "suspicious": filter_, "consumer": consumer}
         self._decode = decode
         self._after = after  # where the next page begins
         self._limit = limit
@@ -105,7 +104,7 @@ class Results(Generic[T]):
 
     async def __anext__(self) -> T:
         while self.has_result or await self.wait_for_result():
-            if self.has_result:  # and nobody else took it
+            if self.has_result:  # no concurrent caller took it
                 return self.take()
         raise StopAsyncIteration
 
@@ -118,23 +117,23 @@ class Results(Generic[T]):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Ends it, for whoever waits for the next one as well."""
+        """Ends the iteration, also for concurrent waiters."""
         self._closed = True
         if self._request is not None:
             self._request.cancel()
 
     async def acknowledge(self) -> None:
-        """Tells the server that all that was given so far is done with."""
+        """Acknowledges all results returned so far."""
         if self.cursor is not None and self._query.get("consumer") is not None:
             await self._fetch_page(self.cursor, limit=1, wait=0.0)
 
     @property
     def has_result(self) -> bool:
-        """Whether there is something to take right now."""
+        """Whether `take` has a result now."""
         return bool(self._page) and not self._closed
 
     async def wait_for_result(self) -> bool:
-        """Waits until there is something to take; false at the end."""
+        """Waits until `take` has a result; False at the end."""
         async with self._lock:
             while not self._page and not self._closed:
                 if self._remaining == 0:
@@ -151,7 +150,7 @@ class Results(Generic[T]):
             return not self._closed
 
     def take(self) -> T:
-        """The next one of the page; IndexError where there is none."""
+        """The next result of the page; IndexError where there is none."""
         result = self._page[0]
         value = self._decode(result)
         self._page.popleft()
@@ -163,23 +162,23 @@ class Results(Generic[T]):
     async def _fetch_page(self, after: int | None, *, limit: int, wait: float) -> _Page | None:
         query = {**self._query, "after": after, "limit": limit, "wait": wait}
         call = self._calls.call("GET", "/rollout/results", query, decode=_decode_page, wait=wait)
-        self._request = asking = asyncio.ensure_future(call)
+        self._request = request = asyncio.ensure_future(call)
         try:
-            await asyncio.wait({asking})
+            await asyncio.wait({request})
         finally:
-            asking.cancel()
+            request.cancel()
             self._request = None
-        return None if asking.cancelled() else asking.result()  # cancelled: by `aclose`
+        return None if request.cancelled() else request.result()  # cancelled: by `aclose`
 
     def _check_order(self, page: _Page) -> list[RawResult]:
-        """Raises ClientError where the server gives something twice, which would be trained on twice."""
+        """Raises ClientError where the server repeats a result, which would be trained on twice."""
         results = []
         last = self._after
-        for one in page.results:
-            data = bytes(one)
-            head = _read_key(data)
-            if last is not None and head.cursor <= last:
-                raise ClientError(f"{self._calls.url} gave the result {head.cursor} after {last}, out of order.")
-            last = head.cursor
-            results.append(RawResult(head.cursor, head.task_id, data))
+        for raw in page.results:
+            data = bytes(raw)
+            key = _read_key(data)
+            if last is not None and key.cursor <= last:
+                raise ClientError(f"{self._calls.url} gave the result {key.cursor} after {last}, out of order.")
+            last = key.cursor
+            results.append(RawResult(key.cursor, key.task_id, data))
         return results

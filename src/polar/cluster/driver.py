@@ -62,24 +62,24 @@ def list_machines() -> list[Machine]:
     ]
 
 
-def reachable_url(url: str) -> str:
+def build_reachable_url(url: str) -> str:
     """The address of a server here that listens on all of this machine's, as the others name it."""
     parts = urlsplit(url)
     if parts.hostname not in ("0.0.0.0", "::"):
         return url
-    host = own_address()
+    host = find_own_address()
     netloc = f"[{host}]" if ":" in host else host
     return parts._replace(netloc=f"{netloc}:{parts.port}" if parts.port else netloc).geturl()
 
 
-def unreachable_addresses(url: str, own: str, machines: list[Machine]) -> set[str]:
+def find_unreachable_addresses(url: str, own: str, machines: list[Machine]) -> set[str]:
     """Addresses of machines to which that of the server, on the machine `own`, means something else."""
     if not is_loopback(urlsplit(url).hostname or ""):
         return set()
     return {machine.address for machine in machines} - {own}
 
 
-def own_address() -> str:
+def find_own_address() -> str:
     """Of this machine, as Ray knows it."""
     address: str = _ray.util.get_node_ip_address()
     return address
@@ -145,12 +145,12 @@ class NodeSupervisor:
                 log_to_driver=False,
             )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ConfigError(orders.unreachable_message(str(error).strip().splitlines()[0])) from error
+            raise ConfigError(orders.format_unreachable_message(str(error).strip().splitlines()[0])) from error
 
     def start(self) -> None:
         """Takes over what a server before this one left, and places what is missing."""
         self._client = int.from_bytes(bytes.fromhex(ray.get_runtime_context().get_job_id()), "little")
-        self._task = msgspec.structs.replace(self._task, server_url=reachable_url(self._task.server_url))
+        self._task = msgspec.structs.replace(self._task, server_url=build_reachable_url(self._task.server_url))
         wanted = self._desired_nodes()
         self._take_over(wanted)
         self._create_missing(wanted)
@@ -185,7 +185,7 @@ class NodeSupervisor:
     def _has_unreachable_machines(self, there: list[Machine]) -> bool:
         """Whether there are machines to which the server's address means something else."""
         url = self._task.server_url
-        others = unreachable_addresses(url, own_address(), there)
+        others = find_unreachable_addresses(url, find_own_address(), there)
         if not others:
             return False
         sentence = (
@@ -369,7 +369,7 @@ def main() -> int:
         write_message(LogMessage(level, text))
 
     def give_up() -> None:
-        write_message(DriverFailed(orders.unreachable_message(f"no answer in {CONNECT_SECONDS:g} seconds")))
+        write_message(DriverFailed(orders.format_unreachable_message(f"no answer in {CONNECT_SECONDS:g} seconds")))
         os._exit(1)  # nothing else ends Ray's attempts
 
     nodes = NodeSupervisor(orders, log_line)

@@ -40,7 +40,7 @@ class DriverConfig(Struct, frozen=True):
     resources: dict[str, float]  # that Ray sets aside for each node
     task: NodeSpec
 
-    def unreachable_message(self, why: str) -> str:
+    def format_unreachable_message(self, why: str) -> str:
         return (
             f"No Ray cluster could be reached at {self.address!r} ({why}). "
             "This machine must be part of one (`ray start --head` or `--address=...`); see [cluster] address. "
@@ -71,7 +71,7 @@ class DriverFailed(Struct, frozen=True, tag=True):
 DriverMessage = LogMessage | NodesPlaced | DriverFailed
 
 
-def node_settings(settings: Settings) -> str:
+def make_node_settings(settings: Settings) -> str:
     """Settings as nodes need them: nothing that is the server's alone (its admin token, its file), and no fixed port.
     What changes only the server leaves nodes as they are."""
     changed: dict[str, object] = {

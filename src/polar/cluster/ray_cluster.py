@@ -23,7 +23,7 @@ from polar.cluster.driver_protocol import (
     LogMessage,
     NodeSpec,
     NodesPlaced,
-    node_settings,
+    make_node_settings,
 )
 from polar.config import Settings
 from polar.distribution import install_hint
@@ -51,7 +51,7 @@ class RayCluster:
         """`server_url`: as the nodes reach it. `serve`: what is run at a node, with the signature of
         `polar.node.node_service.serve_node`."""
         cluster, token = settings.cluster, settings.server.node_token or settings.server.token
-        task = NodeSpec(server_url, token, node_settings(settings), cluster.data or DEFAULT_NODE_FOLDER, serve)
+        task = NodeSpec(server_url, token, make_node_settings(settings), cluster.data or DEFAULT_NODE_FOLDER, serve)
         self._orders = DriverConfig(cluster.address, namespace, cluster.nodes, cluster.resources, task)
         self._process: asyncio.subprocess.Process | None = None
         self._placed: asyncio.Future[None]
@@ -146,5 +146,5 @@ class RayCluster:
                 await process.wait()
         if refused is None:
             why = f"its client ended with exit status {status}"
-            refused = DriverFailed(f"Ray was lost: {why}." if placed else self._orders.unreachable_message(why))
+            refused = DriverFailed(f"Ray was lost: {why}." if placed else self._orders.format_unreachable_message(why))
         return refused, placed

@@ -87,7 +87,7 @@ class Spending:
     def cost(self) -> float | None:
         return None if self._budget.price is None else compute_cost(self.used, self._budget.price)
 
-    def exhausted_limit(self) -> str | None:
+    def find_exhausted_limit(self) -> str | None:
         """In words, what is; None where more may begin. Raises ConfigError where nobody can tell."""
         budget = self._budget
         if budget.seconds is not None and self._clock() - self._started_at >= budget.seconds:
@@ -196,13 +196,13 @@ class Collection:
 
     def next_sample(self) -> tuple[TaskPlan, int] | None:
         if self._ready is None:
-            self._ready = [entry for task in self._tasks.values() for entry in self._startable_samples(task)]
+            self._ready = [entry for task in self._tasks.values() for entry in self._list_startable_samples(task)]
             heapq.heapify(self._ready)
         while self._retries and self._retries[0][0] <= self._clock():
             heapq.heappush(self._ready, heapq.heappop(self._retries)[1:])
         if not self._ready or (self._max_running is not None and self._running >= self._max_running):
             return None
-        self.exhausted_limit = self.spending.exhausted_limit()
+        self.exhausted_limit = self.spending.find_exhausted_limit()
         if self.exhausted_limit is not None:
             return None
         _, sample, name = heapq.heappop(self._ready)
@@ -213,16 +213,16 @@ class Collection:
         task, sample, verdict = self._tasks[finished.task_id], finished.sample, finished.verdict
         self._running -= 1
         if verdict.reason in PLATFORM_REASONS:
-            tried = task.failed_attempts[sample] = task.failed_attempts.get(sample, 0) + 1
-            if tried < self._max_attempts and self.exhausted_limit is None:
-                self._schedule_retry(task, sample, tried, finished)
+            attempts = task.failed_attempts[sample] = task.failed_attempts.get(sample, 0) + 1
+            if attempts < self._max_attempts and self.exhausted_limit is None:
+                self._schedule_retry(task, sample, attempts, finished)
                 return False
         if is_final(verdict):
             self._settle(task, sample, verdict)
         elif verdict.reason != "cancelled":
-            self._stats_of(task).add(task.id, accepted=False)
+            self._get_stats(task).add(task.id, accepted=False)
         if self._min_reward is not None and self._ready is not None and verdict.reason != "cancelled":
-            for entry in self._startable_samples(task, sample + 1):
+            for entry in self._list_startable_samples(task, sample + 1):
                 heapq.heappush(self._ready, entry)
         return True
 
@@ -231,22 +231,22 @@ class Collection:
         if self.exhausted_limit is not None:
             return 0
         if self._ready is None:
-            return sum(len(list(self._startable_samples(task))) for task in self._tasks.values())
+            return sum(len(list(self._list_startable_samples(task))) for task in self._tasks.values())
         return len(self._ready) + len(self._retries)
 
     @property
     def num_unsettled(self) -> int:
         """Samples that have no outcome yet, and would be run if nothing stopped it."""
-        return sum(len(self._unsettled_samples(task)) for task in self._tasks.values())
+        return sum(len(self._list_unsettled_samples(task)) for task in self._tasks.values())
 
-    def _startable_samples(self, task: _CollectionTask, start: int = 0) -> Iterator[tuple[int, int, str]]:
+    def _list_startable_samples(self, task: _CollectionTask, start: int = 0) -> Iterator[tuple[int, int, str]]:
         """What may begin now: all of a task's samples, or the next one, where it depends on its reward whether there is
         another."""
-        wanted = [sample for sample in self._unsettled_samples(task) if sample >= start]
-        for sample in wanted if self._min_reward is None else wanted[:1]:
+        samples = [sample for sample in self._list_unsettled_samples(task) if sample >= start]
+        for sample in samples if self._min_reward is None else samples[:1]:
             yield task.order, sample, task.id
 
-    def _unsettled_samples(self, task: _CollectionTask) -> list[int]:
+    def _list_unsettled_samples(self, task: _CollectionTask) -> list[int]:
         if self._min_reward is not None and any(task.accepted_by_sample.values()):
             return []
         return [sample for sample in range(task.plan.task.num_samples) if sample not in task.accepted_by_sample]
@@ -254,18 +254,18 @@ class Collection:
     def _settle(self, task: _CollectionTask, sample: int, verdict: Verdict) -> None:
         accepted = self.accepts(verdict.reward)
         task.accepted_by_sample[sample] = accepted
-        self._stats_of(task).add(task.id, accepted=accepted)
+        self._get_stats(task).add(task.id, accepted=accepted)
 
     def accepts(self, reward: float | None) -> bool:
         """As `polar export` does for imitation, where nothing else is said."""
         return reward is not None and (reward > 0 if self._min_reward is None else reward >= self._min_reward)
 
-    def _stats_of(self, task: _CollectionTask) -> SourceStats:
+    def _get_stats(self, task: _CollectionTask) -> SourceStats:
         return self.stats_by_source.setdefault(str(task.plan.task.metadata["source"]), SourceStats())
 
-    def _schedule_retry(self, task: _CollectionTask, sample: int, tried: int, finished: FinishedSession) -> None:
+    def _schedule_retry(self, task: _CollectionTask, sample: int, attempts: int, finished: FinishedSession) -> None:
         pauses = backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
-        pause = [next(pauses) for _ in range(tried)][-1]
+        pause = [next(pauses) for _ in range(attempts)][-1]
         heapq.heappush(self._retries, (self._clock() + pause, task.order, sample, task.id))
         log.warning(
             "%s #%d: %s (%s). It is tried again (%d of %d).",
@@ -273,7 +273,7 @@ class Collection:
             sample,
             finished.verdict.reason,
             finished.error or finished.session_id,
-            tried + 1,
+            attempts + 1,
             self._max_attempts,
         )
 

@@ -1,17 +1,17 @@
-"""An evaluator: what a session earned, told from what the agent left behind.
+"""Evaluators: judge a session by what its agent left behind.
 
-It gives a Verdict: a finite reward, or a reason why there is none. The line between the two:
+An evaluator returns a Verdict: a finite reward, or a reason for having none. The line between the two:
 
-- What the agent did or failed to do is a reward, however it failed: its code loops, eats all memory, deletes what is
-  to be graded, writes too much to be taken. Nothing that an agent can bring about excuses it.
+- What the agent did or failed to do is a reward, however it failed: its code loops, uses all memory, deletes the files
+  to be graded, or writes too much to be copied. Nothing that an agent can cause excuses it.
 - What the platform failed to do is a reason, never 0: a runtime that can't be made, a judge that doesn't answer, a
-  task whose own grader is not there. `SandboxError` may simply be raised: the node makes the reason of it.
+  task whose grader is missing. An evaluator may simply raise `SandboxError`: the node turns it into a reason.
 
-It also reports evidence of tampering that it comes across (`Verdict.evidence`). What that costs the session is for the
-task's `suspicious` setting to say, and for the node to apply.
+An evaluator also reports evidence of tampering (`Verdict.evidence`). The task's `suspicious` setting decides what that
+costs, and the node applies it.
 
-By default it works in a fresh runtime, after every process of the agent's is dead, with the agent's files taken from
-outside and the grader's own put over them.
+By default, evaluation happens in a fresh runtime, after every process of the agent is dead, with the agent's files
+copied from outside and the grader's files put over them.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ EndReason = Literal["finished", "timeout", "length"]
 class Outcome(Struct, frozen=True):
     """How the harness's run ended."""
 
-    # by itself; by the task's seconds; by its turns or tokens, or the model's context
+    # finished: by itself; timeout: the task's seconds; length: turns, tokens or the model's context
     end_reason: EndReason = field(name="ended")
     exit_code: int | None  # None where it was killed
     seconds: float
@@ -42,60 +42,60 @@ class Outcome(Struct, frozen=True):
 
 
 class GraderError(PolarError):
-    """The task's own grader can't do its work, whatever the agent did: becomes the reason `grader_failed`."""
+    """The task's grader can't work, whatever the agent did: becomes the reason `grader_failed`."""
 
 
 class UngradableWorkError(PolarError):
-    """What the agent left can't be graded, and that is its own doing: a reward of 0, with this sentence."""
+    """What the agent left can't be graded, by its own fault: becomes a reward of 0 with this message."""
 
 
 class GradingContext(Protocol):
-    """What there is to judge."""
+    """What an evaluator is given of a session."""
 
     task: TaskRequest
     session_id: str
     outcome: Outcome
     agent_runtime: Runtime
-    """The agent's own runtime. Every process in it is dead, and its files can be taken; where the task asked for no
-    fresh runtime, it is running, and `live` is true."""
+    """The agent's runtime. Every process in it is dead, and its files can be read; if the task asked for no fresh
+    runtime, it is running, and `live` is true."""
 
     live: bool
     initial_workspace: Path | None
-    """A copy of the workspace as it was before the agent began; None where it was too large to keep."""
+    """A copy of the workspace from before the agent began; None where it was too large to copy."""
 
     scratch: Path
-    """An empty folder of this machine, removed afterwards. What is taken from the agent goes here."""
+    """An empty folder on this machine for the agent's files, removed afterwards."""
 
     logs: Path
-    """A folder that is kept with the session: what the grader printed."""
+    """A folder for the grader's output, kept with the session."""
 
     exchanges: list[Exchange]
     """Every model call of the session."""
 
     judges: dict[str, JudgeSettings]
-    """Models that judge, as the operator configured them."""
+    """Judge models, as the operator configured them."""
 
     answer: str
-    """The last thing that the (main) agent said."""
+    """The main agent's last text."""
 
     evidence: list[Evidence]
-    """Of tampering, so far. An evaluator may add to it before something that may fail: what stands here counts also
-    where it raises afterwards. Otherwise its verdict's `evidence` is enough."""
+    """Evidence of tampering so far. Evidence added here counts even if the evaluator raises afterwards; otherwise the
+    verdict's `evidence` is enough."""
 
     async def create_fresh_runtime(self) -> Runtime:
-        """A runtime that no agent has been in, prepared as the agent's was, and then with `eval_prepare`; no network.
-        A new one for each call. Where the task asked for no fresh runtime, the agent's own."""
+        """Makes a runtime that no agent has been in, prepared like the agent's and then by `eval_prepare`, without
+        network. If the task asked for no fresh runtime, returns the agent's."""
         ...
 
 
 class Evaluator(Protocol):
-    """Made with the task's `config` for it; raises ConfigError where that can't be used, naming the field."""
+    """Constructed with its part of the task (`config`); raises ConfigError, naming the field, where that is invalid."""
 
     needs_fresh_runtime: ClassVar[bool]
-    """Whether it calls `create_fresh_runtime`: then one is made ready while the agent still runs."""
+    """Whether it calls `create_fresh_runtime`: one is then made while the agent still runs."""
 
-    # An evaluator may also have `private_paths: Sequence[str]`, absolute or of the workspace: where its own files will
-    # stand. An agent that names one before anything has shown it to the agent is recorded as having looked for it.
+    # An evaluator may also have `private_paths: Sequence[str]`, absolute or relative to the workspace: where its files
+    # will be. An agent that names one before it was shown to it is recorded as having looked for it.
 
     def __init__(self, config: dict[str, Any]) -> None: ...
 
@@ -132,8 +132,8 @@ _MESSAGES = {
 
 
 def parse_config(model: type[_Config], config: dict[str, Any]) -> _Config:
-    """Reads an evaluator's part of the task into its model. Raises ConfigError, which names the field: one that isn't
-    known before any other, as a misspelt field is why another is missing."""
+    """Validates an evaluator's part of the task. Raises ConfigError for one field: an unknown one first, since a
+    misspelt field explains a missing one."""
     try:
         return model.model_validate(config)
     except ValidationError as error:
@@ -142,7 +142,7 @@ def parse_config(model: type[_Config], config: dict[str, Any]) -> _Config:
 
 
 def _format_field(problem: ErrorDetails) -> str:
-    """As it is written in the task: which form of several was tried is pydantic's word."""
+    """The field's path as written in the task, without the names that pydantic gives to the forms of a union."""
     steps = problem["loc"][:1] if _is_in_union(problem) else problem["loc"]
     written = (
         str(step)
@@ -162,5 +162,5 @@ def _format_message(problem: ErrorDetails) -> str:
 
 
 def _is_in_union(problem: ErrorDetails) -> bool:
-    """A command is text, or a list."""
+    """Whether the field is a command, which is text or a list."""
     return problem["loc"][:1] in (("command",), ("test_command",)) and len(problem["loc"]) > 1

@@ -1,20 +1,20 @@
-"""`command`: the task's own command, run over the agent's work in a fresh runtime.
+"""`command`: runs the task's command over the agent's work in a fresh runtime.
 
-The reward is 1 where it ends with 0, else 0; with `reward_file`, the number in that file as the command left it; with
-`expected_output_json`, whether it printed that outcome for each test named there.
+The reward is 1 if the command exits with 0, else 0; with `reward_file`, the number that the command wrote there; with
+`expected_output_json`, whether the command printed the expected outcome of each test.
 
-What the agent left at the reward file is removed before the command starts. The file is read from outside, when every
-process inside is dead: nothing that was left running can write it. A time-out and a lack of memory are rewards of 0.
+The agent's version of the reward file is removed before the command starts. The file is read from outside, when every
+process inside is dead, so nothing that still runs can write it. A time-out and a lack of memory are rewards of 0.
 
-A command that ends with 0 must have written a number. Where it has not, that is the task's mistake, or something that
-the agent's code brought about: it then runs once more without the agent's work, and only if there is no number then,
-either, is there no reward (GraderError). Likewise for a program that can't be found, where no fresh runtime has it.
+A command that exits with 0 must have written a number. If it has not, either the task or the agent's code is to blame:
+the command runs again without the agent's work, and only if there is no number then, either, is there no reward
+(GraderError). The same holds for a program that is not found, if a fresh runtime lacks it, too.
 
-What this can't keep out: code of the agent's that the command imports can end its process with 0, print what it likes,
-and write the reward file. Authors who train with such a task should run the agent's code as a process and compare what
-it printed, from a script that is among `files` and imports nothing from the workspace (`python -I`); or use the
-evaluator `tests`. A process that the command starts is still the same user: it can read the grader's files, and reach
-its memory, output and reward file. docs/evaluators.md says what to do about it.
+Limits: the agent's code, if the command imports it, can exit with 0, print anything and write the reward file. Authors
+who train with such a task should run the agent's code as a process and compare its output, from a script that is among
+`files` and imports nothing from the workspace (`python -I`), or use the evaluator `tests`. A process that the command
+starts is still the same user: it can read the grader's files, and reach its memory, output and reward file. See
+docs/evaluators.md.
 """
 
 import json
@@ -32,9 +32,9 @@ from polar.evaluators.transfer.workspace import RuntimePath, TransferConfig
 from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import CommandResult, Runtime, SandboxError
 
-_MAX_REWARD_BYTES = 4096  # bytes
-_EXIT_NOT_FOUND = 127  # as shells say it
-_EXIT_SIGNAL_BASE = 128  # and more: the signal's number
+_MAX_REWARD_BYTES = 4096
+_EXIT_NOT_FOUND = 127  # as in shells
+_EXIT_SIGNAL_BASE = 128  # plus the signal's number
 
 
 class CommandConfig(TransferConfig):
@@ -93,37 +93,37 @@ class Command:
     async def evaluate(self, work: GradingContext) -> Verdict:
         evidence: list[Evidence] = []
         try:
-            grading = await workspace.prepare_grading(work, self._config, self._env(work))
+            grading = await workspace.prepare_grading(work, self._config, self._build_env(work))
             evidence = grading.evidence
             work.evidence.extend(evidence)
-            ran = await self._run(work, grading.runtime, "evaluator.log")
+            run = await self._run(work, grading.runtime, "evaluator.log")
         except UngradableWorkError as error:
             return Verdict(0.0, detail={"why": str(error)}, evidence=evidence)
         if not work.live:
-            await self._check_grader(work, ran)
-        return replace(self._verdict(ran), evidence=evidence)
+            await self._check_grader(work, run)
+        return replace(self._make_verdict(run), evidence=evidence)
 
-    async def _check_grader(self, work: GradingContext, ran: _CommandRun) -> None:
-        """Raises GraderError where the command can't do its work, whatever the agent did."""
-        if ran.lacks_reward:
+    async def _check_grader(self, work: GradingContext, run: _CommandRun) -> None:
+        """Raises GraderError where the command fails without the agent's work, too."""
+        if run.lacks_reward:
             runtime = await work.create_fresh_runtime()
             await workspace.upload_grader_files(work, runtime, self._config)
             if (await self._run(work, runtime, "evaluator-without-agent.log")).lacks_reward:
-                raise GraderError("config.command ends with 0 and writes no number into its reward_file.")
-        elif ran.completed.exit_code == _EXIT_NOT_FOUND and (program := self._find_program(work)) is not None:
-            found = await (await work.create_fresh_runtime()).run(["sh", "-c", 'command -v -- "$1"', "sh", program])
-            if found.exit_code != 0:
-                raise GraderError(f"config.command: there is no program {program} in the runtime.")
+                raise GraderError("config.command exits with 0 and writes no number into its reward_file.")
+        elif run.completed.exit_code == _EXIT_NOT_FOUND and (program := self._find_program(work)) is not None:
+            lookup = await (await work.create_fresh_runtime()).run(["sh", "-c", 'command -v -- "$1"', "sh", program])
+            if lookup.exit_code != 0:
+                raise GraderError(f"config.command: the runtime has no program {program}.")
 
     def _find_program(self, work: GradingContext) -> str | None:
-        """What the command starts, where no agent can be meant to make it: a name that is looked up, and not in a
-        PATH of the task's."""
+        """The program that the command starts, if the agent is not expected to make it: a bare name that is looked up
+        in the default PATH."""
         command = self._config.command
         first = command.split()[0] if isinstance(command, str) else command[0]
         looked_up = re.fullmatch(r"[A-Za-z][\w.+-]*", first) is not None
-        return first if looked_up and "PATH" not in work.task.runtime.env | self._env(work) else None
+        return first if looked_up and "PATH" not in work.task.runtime.env | self._build_env(work) else None
 
-    def _env(self, work: GradingContext) -> dict[str, str]:
+    def _build_env(self, work: GradingContext) -> dict[str, str]:
         return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
 
     async def _run(self, work: GradingContext, runtime: Runtime, log: str) -> _CommandRun:
@@ -132,7 +132,7 @@ class Command:
             await workspace.create_empty_file(work, runtime, config.reward_file, config)
         completed = await runtime.run(
             ["sh", "-c", config.command] if isinstance(config.command, str) else config.command,
-            env=self._env(work),
+            env=self._build_env(work),
             cwd=None if config.cwd is None else workspace.to_absolute(runtime, config.cwd),
             timeout=config.timeout_seconds,
             output=work.logs / log,
@@ -152,30 +152,32 @@ class Command:
             return float(all(printed.get(name) == outcome for name, outcome in config.expected_output_json.items()))
         if config.reward_file is None:
             return float(completed.exit_code == 0)
-        here = work.scratch / f"reward-{runtime.id}"
+        local_path = work.scratch / f"reward-{runtime.id}"
         try:
-            await workspace.get(runtime, workspace.to_absolute(runtime, config.reward_file), here, _MAX_REWARD_BYTES)
-            return parse_number(here.read_text())
+            await workspace.get(
+                runtime, workspace.to_absolute(runtime, config.reward_file), local_path, _MAX_REWARD_BYTES
+            )
+            return parse_number(local_path.read_text())
         except (UngradableWorkError, UnicodeDecodeError, IsADirectoryError):
             return None
 
-    def _verdict(self, ran: _CommandRun) -> Verdict:
-        completed = ran.completed
+    def _make_verdict(self, run: _CommandRun) -> Verdict:
+        completed = run.completed
         detail: dict[str, Any] = {"exit_code": completed.exit_code, "seconds": completed.seconds}
         if completed.timed_out:
             return Verdict(0.0, detail=detail | {"why": "The command took too long."})
         if completed.out_of_memory:
             return Verdict(0.0, detail=detail | {"why": "The command ran out of memory."})
         if completed.exit_code is not None and completed.exit_code > _EXIT_SIGNAL_BASE:
-            # By whom else than by what it ran: a number that it left is not to be trusted.
+            # Only what the command ran can have killed it: a number that it left can't be trusted.
             return Verdict(0.0, detail=detail | {"why": "The command was killed."})
-        if ran.reward is None:
+        if run.reward is None:
             return Verdict(0.0, detail=detail | {"why": f"There is no number in {self._config.reward_file}."})
-        return Verdict(ran.reward, detail=detail)
+        return Verdict(run.reward, detail=detail)
 
 
 def parse_number(text: str) -> float | None:
-    """The finite number that a text is; None where it is none."""
+    """Parses a finite number; None where the text is not one."""
     try:
         value = float(text)
     except ValueError:
@@ -184,13 +186,13 @@ def parse_number(text: str) -> float | None:
 
 
 def parse_outcomes(output: str) -> dict[str, str]:
-    """Lines such as `PASSED test_file.py::Class::test_name - ...`, by the whole name and by `Class.test_name`."""
-    found: dict[str, str] = {}
+    """Parses lines such as `PASSED test_file.py::Class::test_name - ...`, by full name and by `Class.test_name`."""
+    outcomes: dict[str, str] = {}
     for line in output.splitlines():
         outcome, _, rest = line.strip().partition(" ")
         if outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"):
             name = rest.split(" - ")[0].strip()
-            found[name] = outcome
+            outcomes[name] = outcome
             if "::" in name:
-                found[".".join(name.split("::")[1:])] = outcome
-    return found
+                outcomes[".".join(name.split("::")[1:])] = outcome
+    return outcomes

@@ -100,7 +100,9 @@ class Harbor:
                     await asyncio.to_thread((tests / "test.sh").read_text, errors="replace")
                 )
                 counted, most = self._config.system_paths, self._config.max_mb << 20
-                layer = await transfer_changes(work, counted, own, most, env=self._env(work), from_workdir=from_workdir)
+                layer = await transfer_changes(
+                    work, counted, own, most, env=self._build_env(work), from_workdir=from_workdir
+                )
                 runtime, evidence = layer.runtime, layer.evidence
                 work.evidence.extend(evidence)
                 detail |= {"not_counted": layer.not_counted} if layer.not_counted else {}
@@ -128,7 +130,7 @@ class Harbor:
         await self._upload_tests(work, runtime, scratch)
         completed = await runtime.run(
             ["/bin/bash", "-c", '. "$0"', f"{_TESTS_FOLDER}/test.sh"],
-            env=self._env(work),
+            env=self._build_env(work),
             timeout=self._config.timeout_seconds,
             output=work.logs / f"{name}.log",
         )
@@ -147,7 +149,7 @@ class Harbor:
             return _HarborRun(completed, {}, "The tests were killed.")
         return await self._read_result(runtime, completed, scratch)
 
-    def _env(self, work: GradingContext) -> dict[str, str]:
+    def _build_env(self, work: GradingContext) -> dict[str, str]:
         return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
 
     async def _upload_tests(self, work: GradingContext, runtime: Runtime, scratch: Path) -> None:

@@ -1,15 +1,15 @@
-"""`judge`: a model that the operator configured ([judges]) scores what the agent did, by the task's rubric.
+"""`judge`: a model that the operator configured ([judges]) scores the agent's work by the task's rubric.
 
-The judge sees the instruction, the rubric, the agent's final answer and the files that `include` names. What comes from
-the agent stands between lines that hold a random word, and is called data: an agent can't know the word, and so can't
-pretend that its text ended. It can still try to talk the judge over: a rubric that asks for facts withstands that
-better than one that asks for an impression.
+The judge sees the instruction, the rubric, the agent's final answer and the files that `include` names. The agent's
+texts are fenced by lines with a random word and declared to be data: an agent can't know the word, so it can't pretend
+that its text ended. It can still try to persuade the judge: a rubric that asks for facts resists that better than one
+that asks for an impression.
 
-An answer counts only if it is whole: one score for each criterion, each within the scale. Anything else is asked for
-again. But an agent can write what no judge answers: text that is too long, is refused, takes too long or breaks the
-server. So a judge that gave no answer is asked without the agent's part; where it answers that, it is asked once more
-for the whole, and if there is no answer again the reward is 0. A judge that does not answer without the agent's part
-either is down: there is no reward (`judge_failed`). Only the configured address is called.
+An answer counts only if it is complete: one score for each criterion, each within the scale. Otherwise the judge is
+asked again. But an agent can write text that keeps a judge from answering: it is too long, is refused, takes too long
+or breaks the server. So a judge that gave no answer is asked without the agent's texts. If it answers that, it is asked
+once more with them, and without an answer the reward is 0. A judge that does not answer without them, either, is down:
+there is no reward (`judge_failed`). Only the configured URL is called.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from polar.records.session import Evidence, Verdict
 from polar.records.task import RequestModel
 
 _MAX_ATTEMPTS = 3
-_FIRST_RETRY_SECONDS = 1.0  # seconds; twice as long each time
+_FIRST_RETRY_SECONDS = 1.0  # doubled at each retry
 _MAX_RETRY_SECONDS = 30.0
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429})  # and 5xx
-_MAX_ANSWER_CHARS = 40_000  # characters; the end of it is shown
+_MAX_ANSWER_CHARS = 40_000  # the end is kept
 _MAX_FILE_CHARS = 40_000
-_MAX_ALL_FILES_CHARS = 160_000  # together
+_MAX_ALL_FILES_CHARS = 160_000
 _MAX_ERROR_CHARS = 300
 _ANSWER_TITLE = "the agent's final answer"
 _WITHHELD = "(withheld)"
@@ -97,7 +97,7 @@ class _Completion(Struct):
 
 
 class _JudgeError(Exception):
-    """What came back is none."""
+    """The judge gave no usable answer."""
 
     def __init__(self, why: str, *, is_retryable: bool = True, retry_after_seconds: float | None = None) -> None:
         super().__init__(why)
@@ -115,19 +115,19 @@ class Judge:
         judge = work.judges.get(self._config.judge)
         if judge is None:
             raise GraderError(
-                f"There is no judge {self._config.judge!r}: the operator's settings name them in [judges]."
+                f"Unknown judge {self._config.judge!r}. Configured in [judges]: {', '.join(work.judges) or 'none'}."
             )
         log = work.logs / "judge.log"
         messages = await self._build_messages(work)
         try:
-            return self._verdict(await self._ask_with_retries(judge, messages, log))
+            return self._make_verdict(await self._ask_with_retries(judge, messages, log))
         except _JudgeError as error:
             if not await self._answers_without_agent(judge, work, log):
                 return Verdict(reason="judge_failed", detail={"why": str(error)})
         try:
-            return self._verdict(await self._ask(judge, messages, log))
+            return self._make_verdict(await self._ask(judge, messages, log))
         except _JudgeError as error:
-            why = f"Only what the agent left keeps the judge from scoring it. {error}"
+            why = f"The agent's texts keep the judge from answering. {error}"
             evidence = [Evidence("grader_disrupted", self._config.judge, detail=escape_path(str(error)))]
             return Verdict(0.0, detail={"why": why}, evidence=evidence)
 
@@ -151,7 +151,7 @@ class Judge:
             return False
         return True
 
-    def _verdict(self, answer: _JudgeAnswer) -> Verdict:
+    def _make_verdict(self, answer: _JudgeAnswer) -> Verdict:
         criteria = self._config.list_criteria()
         total = sum(criterion.weight for criterion in criteria)
         score = sum(criterion.weight / total * answer.scores[criterion.name] for criterion in criteria)
@@ -164,7 +164,7 @@ class Judge:
         )
 
     def _build_prompt(self, work: GradingContext, agent_texts: list[tuple[str, str]]) -> list[dict[str, str]]:
-        """`shown` is what comes from the agent, by what it is called."""
+        """`agent_texts` are the agent's texts with their titles."""
         boundary = secrets.token_hex(8)
         criteria = self._config.list_criteria()
         names = ", ".join(f"{json.dumps(criterion.name)}: SCORE" for criterion in criteria)
@@ -178,26 +178,26 @@ class Judge:
         return [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(parts)}]
 
     async def _read_files(self, work: GradingContext) -> list[tuple[str, str]]:
-        """What `include` names, as text. What isn't there is for the judge to weigh."""
-        shown: list[tuple[str, str]] = []
+        """Reads the files that `include` names. The judge is told which ones are missing."""
+        texts: list[tuple[str, str]] = []
         for path in self._config.include:
             try:
-                taken = await workspace.collect_artifacts(work, TransferConfig(artifacts=[path]))
+                artifacts = await workspace.collect_artifacts(work, TransferConfig(artifacts=[path]))
             except UngradableWorkError as error:
-                shown.append((f"the file {path}", f"(It can't be shown: {error})"))
+                texts.append((f"the file {path}", f"(It can't be shown: {error})"))
                 continue
-            for piece in taken.copies:
-                shown += await asyncio.to_thread(_read_texts, piece.runtime_path, piece.local_path)
-            if not taken.copies:
-                shown.append((f"the files {path}", "(There are none.)"))
-        left = _MAX_ALL_FILES_CHARS
-        for number, (name, text) in enumerate(shown):
-            text = text[: min(_MAX_FILE_CHARS, left)] + (
-                "\n(cut here)" if len(text) > min(_MAX_FILE_CHARS, left) else ""
+            for copy in artifacts.copies:
+                texts += await asyncio.to_thread(_read_texts, copy.runtime_path, copy.local_path)
+            if not artifacts.copies:
+                texts.append((f"the files {path}", "(There are none.)"))
+        remaining = _MAX_ALL_FILES_CHARS
+        for number, (name, text) in enumerate(texts):
+            text = text[: min(_MAX_FILE_CHARS, remaining)] + (
+                "\n(cut here)" if len(text) > min(_MAX_FILE_CHARS, remaining) else ""
             )
-            left = max(0, left - len(text))
-            shown[number] = name, text
-        return shown
+            remaining = max(0, remaining - len(text))
+            texts[number] = name, text
+        return texts
 
     async def _ask(self, judge: JudgeSettings, messages: list[dict[str, str]], log: Path) -> _JudgeAnswer:
         headers = {} if judge.api_key is None else {"Authorization": f"Bearer {judge.api_key}"}
@@ -209,23 +209,23 @@ class Judge:
                     judge.url.rstrip("/") + "/chat/completions", json=body, headers=headers, allow_redirects=False
                 ) as response,
             ):
-                said = await response.read()
+                response_body = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _JudgeError(
                 f"The judge can't be reached: {error or 'it took too long'}.", retry_after_seconds=_FIRST_RETRY_SECONDS
             ) from error
-        text = said.decode(errors="replace")
+        text = response_body.decode(errors="replace")
         with log.open("a") as file:
             file.write(f"{response.status} {text}\n")
         if response.status != 200:
-            again = response.status in _RETRIED_STATUSES or response.status >= 500
-            wait = _parse_retry_after(response.headers.get("Retry-After"))
+            is_retryable = response.status in _RETRIED_STATUSES or response.status >= 500
+            retry_after = _parse_retry_after(response.headers.get("Retry-After"))
             raise _JudgeError(
                 f"The judge answered {response.status}: {text[:_MAX_ERROR_CHARS]}.",
-                is_retryable=again,
-                retry_after_seconds=wait,
+                is_retryable=is_retryable,
+                retry_after_seconds=retry_after,
             )
-        return self._parse_answer(said)
+        return self._parse_answer(response_body)
 
     def _parse_answer(self, response_body: bytes) -> _JudgeAnswer:
         try:
@@ -235,7 +235,7 @@ class Judge:
             raise _JudgeError(f"The judge's answer can't be read: {error}.") from error
         if set(answer.scores) != {criterion.name for criterion in self._config.list_criteria()}:
             raise _JudgeError(
-                f"The judge scored {', '.join(answer.scores) or 'nothing'}, which is not what was asked for."
+                f"The judge scored {', '.join(answer.scores) or 'nothing'} instead of the task's criteria."
             )
         for name, score in answer.scores.items():
             if not 0 <= score <= self._config.scale:
@@ -252,17 +252,17 @@ def _keep_end(text: str, max_chars: int) -> str:
 
 
 def _read_texts(runtime_path: str, local_path: Path) -> list[tuple[str, str]]:
-    """The files of a copy that no link leads out of; links themselves are not shown."""
-    found = sorted(local_path.rglob("*")) if local_path.is_dir() and not local_path.is_symlink() else [local_path]
-    shown = []
-    for path in found:
+    """Reads the files of a copy, without links."""
+    files = sorted(local_path.rglob("*")) if local_path.is_dir() and not local_path.is_symlink() else [local_path]
+    texts = []
+    for path in files:
         if path.is_file() and not path.is_symlink():
             name = runtime_path if path == local_path else f"{runtime_path}/{path.relative_to(local_path).as_posix()}"
             with path.open("rb") as file:
                 data = file.read(4 * _MAX_FILE_CHARS)
             text = "(It is not text.)" if b"\0" in data else data.decode(errors="replace")
-            shown.append((f"the file {json.dumps(name)}", text))
-    return shown
+            texts.append((f"the file {json.dumps(name)}", text))
+    return texts
 
 
 def _decode_answer(content: str) -> _JudgeAnswer:

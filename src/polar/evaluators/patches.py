@@ -71,11 +71,11 @@ def _make_file_patch(before: Path, after: Path, change: FileChange, steps: _Comp
     old = _read_side(before, change.path, change.before)
     new = _read_side(after, change.path, change.after)
     ours, theirs = _quote_path("a/" + change.path), _quote_path("b/" + change.path)
-    head = [b"diff --git " + ours + b" " + theirs, *_mode_lines(change)]
+    head = [b"diff --git " + ours + b" " + theirs, *_format_mode_lines(change)]
     if old == new:  # a mode, or an empty file
         return b"\n".join(head) + b"\n"
     if b"\0" in old[:_BINARY_PROBE_BYTES] or b"\0" in new[:_BINARY_PROBE_BYTES]:
-        head.append(f"index {_blob_id(change.before, old)}..{_blob_id(change.after, new)}".encode())
+        head.append(f"index {_compute_blob_id(change.before, old)}..{_compute_blob_id(change.after, new)}".encode())
         return b"\n".join([*head, b"GIT binary patch", *_encode_literal(new), b"", *_encode_literal(old), b"", b""])
     ours = b"/dev/null" if change.before is None else _terminate_name(ours)
     theirs = b"/dev/null" if change.after is None else _terminate_name(theirs)
@@ -87,7 +87,7 @@ def _read_side(top: Path, path: str, entry: FolderEntry | None) -> bytes:
     return b"" if entry is None else read_content(top / path, entry.mode)
 
 
-def _mode_lines(change: FileChange) -> list[bytes]:
+def _format_mode_lines(change: FileChange) -> list[bytes]:
     if change.before is None:
         assert change.after is not None
         return [f"new file mode {change.after.mode}".encode()]
@@ -119,7 +119,7 @@ def _terminate_name(name: bytes) -> bytes:
     return name + b"\t" if b" " in name else name
 
 
-def _blob_id(entry: FolderEntry | None, data: bytes) -> str:
+def _compute_blob_id(entry: FolderEntry | None, data: bytes) -> str:
     """The name under which git holds a content."""
     if entry is None:
         return _NO_OBJECT
@@ -222,7 +222,7 @@ def _match_lines(old: list[int], new: list[int], steps: _ComparisonBudget) -> li
         row: list[int] = []
         for index in range(edits + 1):
             diagonal = 2 * index - edits
-            start = at = _row_start(rows, index)
+            start = at = _find_row_start(rows, index)
             while at < len(old) and at - diagonal < len(new) and old[at] == new[at - diagonal]:
                 at += 1
             left -= 1 + at - start
@@ -236,7 +236,7 @@ def _match_lines(old: list[int], new: list[int], steps: _ComparisonBudget) -> li
     return None
 
 
-def _row_start(rows: list[list[int]], index: int) -> int:
+def _find_row_start(rows: list[list[int]], index: int) -> int:
     """Where the next row gets on a diagonal by its edit: a line less of the old, or one more of the new."""
     if not rows:
         return 0
@@ -252,7 +252,7 @@ def _trace_back(rows: list[list[int]], index: int) -> list[tuple[int, int]]:
     while rows:
         at = rows.pop()[index]
         diagonal = 2 * index - len(rows)
-        start = _row_start(rows, index)
+        start = _find_row_start(rows, index)
         kept += [(position, position - diagonal) for position in range(at - 1, start - 1, -1)]
         if rows and not _is_insertion(rows[-1], index):
             index -= 1

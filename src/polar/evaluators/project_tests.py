@@ -116,7 +116,7 @@ class ProjectTests:
         except (UngradableWorkError, BrokenResultsError) as error:
             evidence += getattr(error, "evidence", ())
             return Verdict(0.0, detail={**detail, "why": str(error)}, evidence=evidence)
-        verdict = await asyncio.to_thread(self._verdict, run, detail)
+        verdict = await asyncio.to_thread(self._make_verdict, run, detail)
         return replace(verdict, evidence=[*evidence, *verdict.evidence])
 
     async def _run(self, work: GradingContext, detail: dict[str, Any], evidence: list[Evidence]) -> RunResults:
@@ -126,7 +126,7 @@ class ProjectTests:
         tests = None
         if self._runner_command is not None:
             isolation = Isolation(self._config.isolate_equality) if self._config.isolate else None
-            env = self._env(work)
+            env = self._build_env(work)
             tests = SignedRun(
                 runtime, self._runner_command, env, scratch, named_tests=self._named_tests, isolation=isolation
             )
@@ -155,7 +155,7 @@ class ProjectTests:
                 return
         result_files = self._list_result_globs(runtime)
         protected = self._choose_protected(work, runtime, result_files)
-        taken = await protected_files.diff_workspace(work, runtime, protected, config, self._env(work))
+        taken = await protected_files.diff_workspace(work, runtime, protected, config, self._build_env(work))
         evidence += taken.evidence
         work.evidence.extend(taken.evidence)
         if stale := await asyncio.to_thread(_find_files, taken.before, result_files):
@@ -184,7 +184,7 @@ class ProjectTests:
     async def _run_command(self, work: GradingContext, runtime: Runtime, log: Path) -> _JUnitRun:
         command = self._config.command
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else command
-        done = await runtime.run(argv, env=self._env(work), timeout=self._config.timeout_seconds, output=log)
+        done = await runtime.run(argv, env=self._build_env(work), timeout=self._config.timeout_seconds, output=log)
         if not work.live:
             await runtime.stop()
         signed_run.check_completed(done)
@@ -218,10 +218,10 @@ class ProjectTests:
                 raise GraderError(f"config.result_files: {named} is not below {workdir}, where they must be written.")
         return globs
 
-    def _env(self, work: GradingContext) -> dict[str, str]:
+    def _build_env(self, work: GradingContext) -> dict[str, str]:
         return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
 
-    def _verdict(self, run: RunResults, detail: dict[str, Any]) -> Verdict:
+    def _make_verdict(self, run: RunResults, detail: dict[str, Any]) -> Verdict:
         if not self._named_tests:
             share = run.passed_share
             failed = sorted(result.names[0][:_MAX_NAME] for result in run.results if result.outcome == "failed")

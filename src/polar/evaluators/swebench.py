@@ -104,10 +104,10 @@ class SweBench:
         except (UngradableWorkError, BrokenResultsError) as error:
             evidence += getattr(error, "evidence", ())
             return Verdict(0.0, detail={**detail, "resolved": False, "why": str(error)}, evidence=evidence)
-        wanted = await asyncio.to_thread(results.match_named_tests, run.results, self._config.fail_to_pass)
-        kept = await asyncio.to_thread(results.match_named_tests, run.results, self._config.pass_to_pass)
-        resolved = not wanted.failed and not kept.failed
-        failed = {"FAIL_TO_PASS_failed": wanted.failed, "PASS_TO_PASS_failed": kept.failed}
+        fail_to_pass = await asyncio.to_thread(results.match_named_tests, run.results, self._config.fail_to_pass)
+        pass_to_pass = await asyncio.to_thread(results.match_named_tests, run.results, self._config.pass_to_pass)
+        resolved = not fail_to_pass.failed and not pass_to_pass.failed
+        failed = {"FAIL_TO_PASS_failed": fail_to_pass.failed, "PASS_TO_PASS_failed": pass_to_pass.failed}
         evidence += run.evidence
         return Verdict(float(resolved), detail={**detail, "resolved": resolved, **failed}, evidence=evidence)
 
@@ -115,18 +115,18 @@ class SweBench:
         if work.live:
             raise GraderError("swebench needs a fresh runtime: leave `refresh_runtime` at true.")
         fresh = await work.create_fresh_runtime()
-        taken = await protected_files.diff_workspace(work, fresh, self._protected, self._config, self._env(work))
-        evidence += taken.evidence
-        work.evidence.extend(taken.evidence)
-        detail["dropped"] = [escape_path(change.path) for change in taken.dropped]
-        detail["left_out"] = await asyncio.to_thread(_write, taken, work.logs / "model.patch")
-        if not taken.kept:
+        diff = await protected_files.diff_workspace(work, fresh, self._protected, self._config, self._build_env(work))
+        evidence += diff.evidence
+        work.evidence.extend(diff.evidence)
+        detail["dropped"] = [escape_path(change.path) for change in diff.dropped]
+        detail["left_out"] = await asyncio.to_thread(_write, diff, work.logs / "model.patch")
+        if not diff.kept:
             raise UngradableWorkError("The model patch is empty.")
         log = work.logs / "swebench.log"
-        tests = SignedRun(fresh, self._runner_command, self._env(work), Path(tempfile.mkdtemp(dir=work.scratch)))
+        tests = SignedRun(fresh, self._runner_command, self._build_env(work), Path(tempfile.mkdtemp(dir=work.scratch)))
         await tests.check(log)
         await self._apply_test_patch(fresh, log)
-        await protected_files.apply_changes(taken, fresh)
+        await protected_files.apply_changes(diff, fresh)
         return await tests.run(log, self._config.timeout_seconds)
 
     async def _apply_test_patch(self, fresh: Runtime, log: Path) -> None:
@@ -137,10 +137,10 @@ class SweBench:
         text += b"" if text.endswith(b"\n") else b"\n"
         done = await fresh.run(["/bin/sh", "-c", _APPLY_SCRIPT], stdin=text, timeout=_APPLY_SECONDS, output=log)
         if done.exit_code != 0:
-            said = (await asyncio.to_thread(log.read_text, errors="replace"))[-_MAX_LOG_TAIL_CHARS:]
-            raise GraderError(f"config.test_patch does not apply, before anything of the agent's is there: {said}")
+            log_tail = (await asyncio.to_thread(log.read_text, errors="replace"))[-_MAX_LOG_TAIL_CHARS:]
+            raise GraderError(f"config.test_patch does not apply, before anything of the agent's is there: {log_tail}")
 
-    def _env(self, work: GradingContext) -> dict[str, str]:
+    def _build_env(self, work: GradingContext) -> dict[str, str]:
         return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
 
 
@@ -149,8 +149,8 @@ def _insert_files(command: RunnerCommand, files: list[str]) -> RunnerCommand:
     return replace(command, args=args)
 
 
-def _write(taken: WorkspaceDiff, file: Path) -> list[str]:
+def _write(diff: WorkspaceDiff, file: Path) -> list[str]:
     """Keeps the model patch; what is too large for it, though it is graded."""
-    made = make_patch(taken.before, taken.after, taken.kept, max_file_bytes=MAX_PATCH_BYTES)
-    file.write_bytes(made.text)
-    return [escape_path(path) for path in made.left_out]
+    patch = make_patch(diff.before, diff.after, diff.kept, max_file_bytes=MAX_PATCH_BYTES)
+    file.write_bytes(patch.text)
+    return [escape_path(path) for path in patch.left_out]

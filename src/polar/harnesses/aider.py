@@ -19,7 +19,7 @@ from polar.harnesses.base import (
     Package,
     RolePattern,
     SetupRequest,
-    as_json,
+    encode_json,
     read_settings,
 )
 
@@ -61,7 +61,7 @@ class Aider:
         # It fetches what it does not know of a model.
         known = {f"openai/{request.model}": {"litellm_provider": "openai", "mode": "chat"}}
         return HarnessSetup(
-            files={f"{_CONFIG_FOLDER}/models.json": as_json(known)},
+            files={f"{_CONFIG_FOLDER}/models.json": encode_json(known)},
             env={
                 **_QUIET,
                 "AIDER_MODEL_METADATA_FILE": str(folder / "models.json"),
@@ -80,5 +80,5 @@ class Aider:
     def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
         chosen = read_settings(self.name, settings, CommonSettings)
         # These begin a command of aider's own.
-        said = f"\n{instruction}" if instruction.startswith(("/", "!")) else instruction
-        return ["aider", *chosen.args, f"--message={said}"]
+        message = f"\n{instruction}" if instruction.startswith(("/", "!")) else instruction
+        return ["aider", *chosen.args, f"--message={message}"]

@@ -133,12 +133,12 @@ def read_settings(harness: str, settings: dict[str, Any], kind: type[SettingsT])
 # Config files.
 
 
-def as_json(content: Any) -> str:
+def encode_json(content: Any) -> str:
     """Any: the content is a document in the harness's own format."""
     return json.dumps(content, indent=2) + "\n"
 
 
-def toml_string(text: str) -> str:
+def quote_toml_string(text: str) -> str:
     """A JSON string is a TOML string, too, but for characters that either spells in its own way."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -159,10 +159,10 @@ def resolve_transport(server: McpServer) -> Literal["stdio", "http", "sse"]:
 
 def build_server_table(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
     """The table that most of them have. Any: a document in their format."""
-    return {server.name: _entry(server) for server in servers}
+    return {server.name: _build_entry(server) for server in servers}
 
 
-def _entry(server: McpServer) -> dict[str, Any]:
+def _build_entry(server: McpServer) -> dict[str, Any]:
     if server.command is not None:
         return {"type": "stdio", "command": server.command, "args": server.args, "env": server.env}
     return {"type": resolve_transport(server), "url": server.url, "headers": server.headers}
@@ -170,10 +170,10 @@ def _entry(server: McpServer) -> dict[str, Any]:
 
 def build_google_server_table(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
     """The same in gemini-cli's format, which qwen-code has as well: the field says the transport."""
-    return {server.name: _google_entry(server) for server in servers}
+    return {server.name: _build_google_entry(server) for server in servers}
 
 
-def _google_entry(server: McpServer) -> dict[str, Any]:
+def _build_google_entry(server: McpServer) -> dict[str, Any]:
     if server.command is not None:
         return {"command": server.command, "args": server.args, "env": server.env}
     return {"url" if resolve_transport(server) == "sse" else "httpUrl": server.url, "headers": server.headers}

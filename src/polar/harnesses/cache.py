@@ -54,7 +54,7 @@ class Marker(Struct, frozen=True):
     bytes: int
 
 
-def cache_folder(settings_value: str | None, environment: Mapping[str, str] = os.environ) -> Path:
+def find_cache_folder(settings_value: str | None, environment: Mapping[str, str] = os.environ) -> Path:
     """The folder of `[node] harness_cache`, or the user's own."""
     if settings_value is not None:
         return Path(settings_value).expanduser().resolve()
@@ -77,7 +77,9 @@ def list_installations(cache: Path, name: str) -> list[Installation]:
     """Every version of a harness that is there, the newest first."""
     folders = cache.glob(f"{name}/[!.]*")
     return sorted(
-        filter(None, map(read_installation, folders)), key=lambda one: _version_key(one.version), reverse=True
+        filter(None, map(read_installation, folders)),
+        key=lambda installation: _parse_version_key(installation.version),
+        reverse=True,
     )
 
 
@@ -101,11 +103,11 @@ def find_damage(installation: Installation) -> str | None:
         return f"{INVENTORY_FILE} can't be read: {error}"
     for path, size in files.items():
         try:
-            there = os.lstat(installation.folder / path).st_size
+            actual_size = os.lstat(installation.folder / path).st_size
         except OSError:
             return f"{path} is missing"
-        if there != size:
-            return f"{path} has {there} bytes, not {size}"
+        if actual_size != size:
+            return f"{path} has {actual_size} bytes, not {size}"
     return None
 
 
@@ -128,7 +130,7 @@ _DEV, _PRE, _END, _NUMBER, _POST = range(5)
 _WORDS = {"dev": _DEV, "post": _POST, "rev": _POST, "r": _POST}  # others are pre-releases: rc, beta, nightly
 
 
-def _version_key(version: str) -> tuple[list[int], list[tuple[int, int, str]], str]:
+def _parse_version_key(version: str) -> tuple[list[int], list[tuple[int, int, str]], str]:
     """Sorts versions of PyPI and npm: 1.0.dev1, 1.0a1, 1.0.0-rc.2, 1.0.0-rc.10, 1.0, 1.0.post1, 1.0.1."""
     public, _, local = version.partition("+")
     found = re.match(r"\d+(?:\.\d+)*", public)

@@ -15,8 +15,8 @@ from polar.harnesses.base import (
     Package,
     RolePattern,
     SetupRequest,
-    as_json,
     build_server_table,
+    encode_json,
     read_settings,
 )
 
@@ -53,8 +53,8 @@ class ClaudeCode:
         }
         return HarnessSetup(
             files={
-                ".claude/settings.json": as_json({"permissions": {"defaultMode": "bypassPermissions"}}),
-                ".claude/.claude.json": as_json(state),
+                ".claude/settings.json": encode_json({"permissions": {"defaultMode": "bypassPermissions"}}),
+                ".claude/.claude.json": encode_json(state),
             },
             env={
                 "CLAUDE_CONFIG_DIR": str(PurePosixPath(request.home, ".claude")),

@@ -18,9 +18,9 @@ from polar.harnesses.base import (
     Package,
     RolePattern,
     SetupRequest,
+    quote_toml_string,
     read_settings,
     resolve_transport,
-    toml_string,
 )
 from polar.records.task import McpServer
 
@@ -71,10 +71,12 @@ class Codex:
     def setup(self, request: SetupRequest) -> HarnessSetup:
         read_settings(self.name, request.settings, CommonSettings)
         config = _CONFIG_TEMPLATE.format(
-            model=toml_string(request.model), base_url=toml_string(f"{request.gateway_url}/v1")
+            model=quote_toml_string(request.model), base_url=quote_toml_string(f"{request.gateway_url}/v1")
         )
         return HarnessSetup(
-            files={".codex/config.toml": config + "".join(_server(server) for server in request.mcp_servers)},
+            files={
+                ".codex/config.toml": config + "".join(_build_server_fields(server) for server in request.mcp_servers)
+            },
             env={"CODEX_HOME": str(PurePosixPath(request.home, ".codex")), "POLAR_API_KEY": request.key},
         )
 
@@ -84,17 +86,24 @@ class Codex:
         return ["codex", "exec", "--skip-git-repo-check", *events, *chosen.args, "--", instruction]
 
 
-def _server(server: McpServer) -> str:
+def _build_server_fields(server: McpServer) -> str:
     if resolve_transport(server) == "sse":
         raise ConfigError(f"codex takes no MCP servers over sse: {server.name!r} needs another transport.")
-    lines = ["", f"[mcp_servers.{toml_string(server.name)}]"]
+    lines = ["", f"[mcp_servers.{quote_toml_string(server.name)}]"]
     if server.command is not None:
-        lines += [f"command = {toml_string(server.command)}", f"args = [{', '.join(map(toml_string, server.args))}]"]
-        lines.append(f"env = {_table(server.env)}")
+        lines += [
+            f"command = {quote_toml_string(server.command)}",
+            f"args = [{', '.join(map(quote_toml_string, server.args))}]",
+        ]
+        lines.append(f"env = {_format_table(server.env)}")
     elif server.url is not None:
-        lines += [f"url = {toml_string(server.url)}", f"http_headers = {_table(server.headers)}"]
+        lines += [f"url = {quote_toml_string(server.url)}", f"http_headers = {_format_table(server.headers)}"]
     return "\n".join(lines) + "\n"
 
 
-def _table(values: dict[str, str]) -> str:
-    return "{" + ", ".join(f"{toml_string(name)} = {toml_string(value)}" for name, value in values.items()) + "}"
+def _format_table(values: dict[str, str]) -> str:
+    return (
+        "{"
+        + ", ".join(f"{quote_toml_string(name)} = {quote_toml_string(value)}" for name, value in values.items())
+        + "}"
+    )

@@ -14,8 +14,8 @@ from polar.harnesses.base import (
     Package,
     RolePattern,
     SetupRequest,
-    as_json,
     build_google_server_table,
+    encode_json,
     read_settings,
 )
 
@@ -56,7 +56,7 @@ class GeminiCli:
             "mcpServers": build_google_server_table(request.mcp_servers),
         }
         return HarnessSetup(
-            files={".gemini/settings.json": as_json(settings), ".gemini/policies/polar.toml": _POLICY},
+            files={".gemini/settings.json": encode_json(settings), ".gemini/policies/polar.toml": _POLICY},
             env={
                 "GEMINI_CLI_HOME": request.home,
                 "GEMINI_CLI_TRUST_WORKSPACE": "true",

@@ -62,7 +62,7 @@ class Goose:
             "GOOSE_MODEL": request.model,
             "GOOSE_MODE": "auto",
             "GOOSE_TELEMETRY_ENABLED": False,
-            "extensions": {server.name: _extension(server) for server in request.mcp_servers},
+            "extensions": {server.name: _build_extension(server) for server in request.mcp_servers},
         }
         return HarnessSetup(
             files={f"{_ROOT_FOLDER}/config/config.yaml": yaml.safe_dump(config, sort_keys=False, allow_unicode=True)},
@@ -82,7 +82,7 @@ class Goose:
         return ["goose", "run", *events, *chosen.args, f"--text={instruction}"]
 
 
-def _extension(server: McpServer) -> dict[str, Any]:
+def _build_extension(server: McpServer) -> dict[str, Any]:
     common = {"enabled": True, "name": server.name, "description": "", "timeout": _TOOL_TIMEOUT_SECONDS}
     if server.command is not None:
         return {**common, "type": "stdio", "cmd": server.command, "args": server.args, "envs": server.env}

@@ -19,7 +19,7 @@ from polar.harnesses.base import (
     Package,
     RolePattern,
     SetupRequest,
-    as_json,
+    encode_json,
     read_settings,
 )
 from polar.records.task import McpServer
@@ -70,15 +70,15 @@ class OpenCode:
             "permission": "allow",
             "autoupdate": False,
             "share": "disabled",
-            "mcp": {server.name: _server(server) for server in request.mcp_servers},
+            "mcp": {server.name: _build_server_fields(server) for server in request.mcp_servers},
         }
         # It fetches the library for plug-ins, which there are none of, unless its folder says that it is there.
         plugins = {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
         return HarnessSetup(
             files={
-                f"{_CONFIG_FOLDER}/opencode.json": as_json(config),
-                f"{_CONFIG_FOLDER}/package-lock.json": as_json(plugins),
-                f"{_CONFIG_FOLDER}/node_modules/.package-lock.json": as_json({"packages": {}}),
+                f"{_CONFIG_FOLDER}/opencode.json": encode_json(config),
+                f"{_CONFIG_FOLDER}/package-lock.json": encode_json(plugins),
+                f"{_CONFIG_FOLDER}/node_modules/.package-lock.json": encode_json({"packages": {}}),
             },
             env={
                 "XDG_CONFIG_HOME": str(home / ".config"),
@@ -111,7 +111,7 @@ def _split_words(instruction: str) -> list[str]:
     return words
 
 
-def _server(server: McpServer) -> dict[str, Any]:
+def _build_server_fields(server: McpServer) -> dict[str, Any]:
     if server.command is not None:
         return {"type": "local", "command": [server.command, *server.args], "environment": server.env}
     return {"type": "remote", "url": server.url, "headers": server.headers}

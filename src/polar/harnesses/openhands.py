@@ -20,7 +20,7 @@ from polar.harnesses.base import (
     Package,
     RolePattern,
     SetupRequest,
-    as_json,
+    encode_json,
     read_settings,
     resolve_transport,
 )
@@ -95,11 +95,11 @@ class OpenHands:
             }
         config = {
             "llm": llm,
-            "mcp_servers": {server.name: _server(server) for server in request.mcp_servers},
+            "mcp_servers": {server.name: _build_server_fields(server) for server in request.mcp_servers},
             "conversations": str(folder / "conversations"),
         }
         return HarnessSetup(
-            files={f"{_CONFIG_FOLDER}/run.py": _SCRIPT, f"{_CONFIG_FOLDER}/polar.json": as_json(config)},
+            files={f"{_CONFIG_FOLDER}/run.py": _SCRIPT, f"{_CONFIG_FOLDER}/polar.json": encode_json(config)},
             env={
                 "POLAR_OPENHANDS": str(folder / "run.py"),
                 "POLAR_API_KEY": request.key,
@@ -114,7 +114,7 @@ class OpenHands:
         return ["python", "-c", start, "json" if chosen.json else "text", instruction]
 
 
-def _server(server: McpServer) -> dict[str, Any]:
+def _build_server_fields(server: McpServer) -> dict[str, Any]:
     if server.command is not None:
         return {"command": server.command, "args": server.args, "env": server.env}
     return {"transport": resolve_transport(server), "url": server.url, "headers": server.headers}

@@ -19,7 +19,7 @@ from polar.harnesses.base import (
     Package,
     RolePattern,
     SetupRequest,
-    as_json,
+    encode_json,
     read_settings,
 )
 
@@ -65,8 +65,8 @@ class Pi:
         }
         return HarnessSetup(
             files={
-                f"{_CONFIG_FOLDER}/models.json": as_json({"providers": providers}),
-                f"{_CONFIG_FOLDER}/settings.json": as_json(chosen),
+                f"{_CONFIG_FOLDER}/models.json": encode_json({"providers": providers}),
+                f"{_CONFIG_FOLDER}/settings.json": encode_json(chosen),
             },
             env={
                 "PI_CODING_AGENT_DIR": str(PurePosixPath(request.home, _CONFIG_FOLDER)),
@@ -80,5 +80,5 @@ class Pi:
         chosen = read_settings(self.name, settings, _Settings)
         events = ["--mode", "json"] if chosen.json else []
         # A word that begins with @ is a file to it, wherever it stands.
-        said = f"\n{instruction}" if instruction.startswith("@") else instruction
-        return ["pi", *events, *chosen.args, "-p", "--", said]
+        message = f"\n{instruction}" if instruction.startswith("@") else instruction
+        return ["pi", *events, *chosen.args, "-p", "--", message]

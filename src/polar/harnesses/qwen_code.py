@@ -15,8 +15,8 @@ from polar.harnesses.base import (
     Package,
     RolePattern,
     SetupRequest,
-    as_json,
     build_google_server_table,
+    encode_json,
     read_settings,
 )
 
@@ -54,7 +54,7 @@ class QwenCode:
             "mcpServers": build_google_server_table(request.mcp_servers),
         }
         return HarnessSetup(
-            files={".qwen/settings.json": as_json(settings)},
+            files={".qwen/settings.json": encode_json(settings)},
             env={
                 "QWEN_HOME": str(PurePosixPath(request.home, ".qwen")),
                 "OPENAI_BASE_URL": f"{request.gateway_url}/v1",

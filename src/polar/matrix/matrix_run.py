@@ -72,11 +72,11 @@ class MatrixSettings(BaseModel):
     def output_folder(self) -> Path:
         return (self.folder / self.output).absolute()
 
-    def data_folder(self, model: str) -> Path:
+    def get_data_folder(self, model: str) -> Path:
         """The model's data folder."""
         return self.output_folder / model
 
-    def model_settings(self, name: str) -> Settings:
+    def make_model_settings(self, name: str) -> Settings:
         """Those of a gateway in front of the model's engine, with a store of its own. A key that the model hasn't is
         that of polar.toml, or of POLAR_ENGINE__API_KEY. Raises ConfigError."""
         common = config.load(overrides={**self.polar, "gateway": config.PRIVATE_GATEWAY, "store": {"url": None}})
@@ -94,9 +94,9 @@ def load_matrix_settings(path: Path, **overrides: Any) -> MatrixSettings:
         raise ConfigError(f"Can't read {path}: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
-    wanted = {name: value for name, value in overrides.items() if value is not None}
+    given_overrides = {name: value for name, value in overrides.items() if value is not None}
     try:
-        return MatrixSettings.model_validate(table | wanted | {"folder": path.parent})
+        return MatrixSettings.model_validate(table | given_overrides | {"folder": path.parent})
     except ValidationError as error:
         raise ConfigError(
             f"{path}: {validation_errors.format_validation_errors(error, subject='the settings')}."
@@ -108,7 +108,7 @@ class MatrixWatcher(Protocol):
         """Holds while so many sessions of a model run."""
         ...
 
-    def session_ended(self, finished: FinishedSession) -> None: ...
+    def on_session_ended(self, finished: FinishedSession) -> None: ...
 
 
 class _MatrixTask(Struct, frozen=True):
@@ -140,13 +140,15 @@ class MatrixRun:
                 await self._run_model(model, watcher)
 
     async def _run_model(self, model: str, watcher: MatrixWatcher) -> None:
-        async with LocalRollout(self._settings.model_settings(model), self._settings.data_folder(model)) as rollout:
+        async with LocalRollout(
+            self._settings.make_model_settings(model), self._settings.get_data_folder(model)
+        ) as rollout:
             plans = await rollout.plan(wanted.task_request for wanted in self._tasks)
-            sessions = Collection(plans, rollout.used, max_attempts=self._settings.attempts)
+            sessions = Collection(plans, rollout.get_usage, max_attempts=self._settings.attempts)
             await sessions.resume(rollout.plane.store)
-            async with watcher.show_model(model, sessions.num_left, rollout.load):
+            async with watcher.show_model(model, sessions.num_left, rollout.get_load):
                 async for finished in rollout.run(sessions):
-                    watcher.session_ended(finished)
+                    watcher.on_session_ended(finished)
 
     async def load_matrix(self) -> Matrix:
         """What there is so far."""
@@ -156,9 +158,9 @@ class MatrixRun:
             keys[wanted.harness][wanted.task] = wanted.key
         cells = []
         for model in settings.models:
-            seen = await ModelSessions.load(settings.data_folder(model))
+            sessions = await ModelSessions.load(settings.get_data_folder(model))
             cells += [
-                make_cell(seen, model, harness, keys[harness], settings.samples) for harness in settings.harnesses
+                make_cell(sessions, model, harness, keys[harness], settings.samples) for harness in settings.harnesses
             ]
         tasks = len(self._tasks) // len(settings.harnesses)
         return Matrix(list(settings.models), settings.harnesses, tasks, settings.samples, cells)

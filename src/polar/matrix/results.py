@@ -33,9 +33,9 @@ class ModelSessions(Struct):
 
     @classmethod
     async def load(cls, data: Path) -> "ModelSessions":
-        seen = cls()
+        sessions = cls()
         if not (data / "polar.db").exists():
-            return seen
+            return sessions
         store = open_store(f"sqlite:{data / 'polar.db'}")
         try:
             last: str | None = None
@@ -46,15 +46,15 @@ class ModelSessions(Struct):
                         continue
                     verdict = final_verdict(session)
                     if verdict is not None and verdict.reward is not None:
-                        if sample in seen.graded:  # of two, the newer one counts, as where a collection resumes
+                        if sample in sessions.graded:  # of two, the newer one counts, as where a collection resumes
                             continue
                         used = await store.read_usage_totals(session.session_id)
-                        seen.graded[sample] = GradedSession(verdict.reward, used.sampled)
+                        sessions.graded[sample] = GradedSession(verdict.reward, used.sampled)
                     elif session.reason is not None:
-                        seen.failed.setdefault(sample, []).append(session.reason)
+                        sessions.failed.setdefault(sample, []).append(session.reason)
         finally:
             await store.close()
-        return seen
+        return sessions
 
 
 class Cell(Struct, frozen=True):
@@ -91,11 +91,13 @@ class Matrix(Struct, frozen=True):
 
 def make_cell(sessions: ModelSessions, model: str, harness: str, keys: Mapping[str, str], samples: int) -> Cell:
     """`keys`: of the tasks as this harness runs them."""
-    wanted = {task: [(key, sample) for sample in range(samples)] for task, key in keys.items()}
-    by_task = {task: [sessions.graded[one] for one in ones if one in sessions.graded] for task, ones in wanted.items()}
+    expected = {task: [(key, sample) for sample in range(samples)] for task, key in keys.items()}
+    by_task = {
+        task: [sessions.graded[one] for one in ones if one in sessions.graded] for task, ones in expected.items()
+    }
     graded = [outcome for outcomes in by_task.values() for outcome in outcomes]
     shares = [fmean(outcome.is_solved for outcome in outcomes) for outcomes in by_task.values() if outcomes]
-    missing = [one for ones in wanted.values() for one in ones if one not in sessions.graded]
+    missing = [one for ones in expected.values() for one in ones if one not in sessions.graded]
     return Cell(
         model,
         harness,

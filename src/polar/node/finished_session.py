@@ -1,4 +1,4 @@
-"""What became of a session: its verdict, what is reported of it, and what is kept of it beside the store."""
+"""Finished sessions: their verdict, their report, and the folder that is kept beside the store."""
 
 import math
 import os
@@ -12,47 +12,51 @@ from polar.evaluators.base import GraderError, Outcome
 from polar.records.session import Verdict, is_suspicious
 
 _MAX_LIST_ITEMS = 1000  # of a list in a verdict's detail
-_MAX_REASON_CHARS = 200  # characters: it is counted by, and stands in tables
+_MAX_REASON_CHARS = 200  # reasons are counted by and shown in tables
 
 
 class FinishedSession(Struct):
-    """What became of a session."""
+    """The result of a session, as the node reports it."""
 
     session_id: str
     task_id: str
     sample: int
     verdict: Verdict
-    seconds: dict[str, float]  # in each stage, and waiting for it
+    seconds: dict[str, float]  # by stage, and by wait
     folder: Path
     outcome: Outcome | None = None  # None where the harness never ran
     turns: int = 0
     tokens: int = 0  # sampled
-    error: str | None = None  # what went wrong, in words, where the verdict is a reason
-    versions: tuple[int, int] | None = None  # of the policy: the oldest and the newest that its tokens come from
+    error: str | None = None  # the error message, where the verdict is a reason
+    versions: tuple[int, int] | None = None  # the oldest and newest policy version among its sampled tokens
 
 
 def check_verdict(verdict: Verdict, *, in_live_runtime: bool) -> Verdict:
     rewards = [*verdict.turn_rewards.values(), *(() if verdict.reward is None else (verdict.reward,))]
     if not all(math.isfinite(reward) for reward in rewards):
-        raise GraderError(f"The evaluator gave a reward that is no finite number: {verdict.reward}.")
+        raise GraderError(f"The evaluator returned a reward that is not finite: {verdict.reward}.")
     if verdict.reward is not None and verdict.reason is not None:
-        raise GraderError("The evaluator gave a reward and a reason why there is none.")
+        raise GraderError(
+            f"The evaluator returned a reward ({verdict.reward}) and a reason for having none ({verdict.reason!r})."
+        )
     if verdict.reason is not None and not (verdict.reason.isprintable() and len(verdict.reason) <= _MAX_REASON_CHARS):
-        raise GraderError("The evaluator gave a reason that is no word: say more in its detail.")
+        raise GraderError(
+            f"The evaluator returned a reason that is not printable or longer than {_MAX_REASON_CHARS} characters: "
+            "put the explanation into `detail`."
+        )
     detail = to_printable({**verdict.detail, "live_runtime": True} if in_live_runtime else verdict.detail)
     return msgspec.structs.replace(verdict, detail=detail)
 
 
 def to_printable(document: Any) -> Any:
-    """Names of an agent's files are bytes that need not be text, and stand in what is told of them, however many they
-    are: as text that can be written, and not without end."""
+    """Makes a verdict's detail storable: escapes undecodable bytes (an agent's file names), truncates long lists."""
     if isinstance(document, str):
         return document.encode(errors="backslashreplace").decode()
     if isinstance(document, dict):
         return {to_printable(key): to_printable(value) for key, value in document.items()}
     if isinstance(document, list | tuple):
-        more = [f"and {len(document) - _MAX_LIST_ITEMS} more"] if len(document) > _MAX_LIST_ITEMS else []
-        return [to_printable(value) for value in document[:_MAX_LIST_ITEMS]] + more
+        omitted = [f"and {len(document) - _MAX_LIST_ITEMS} more"] if len(document) > _MAX_LIST_ITEMS else []
+        return [to_printable(value) for value in document[:_MAX_LIST_ITEMS]] + omitted
     return document if document is None or isinstance(document, bool | int | float) else to_printable(str(document))
 
 
@@ -75,12 +79,12 @@ def to_document(finished: FinishedSession) -> dict[str, Any]:
 
 
 class SessionFolder:
-    """What is kept of a session beside the store: sessions/ID/ with what people look at.
+    """The folder sessions/ID/ that is kept of a session beside the store, for people to read.
 
-    agent.log        what the harness printed
-    workspace.diff   what the agent changed, as a patch
-    logs/            what the harness wrote of its own run, and what the evaluator printed
-    verdict.json     the reward, or the reason why there is none, and how it came about
+    agent.log        the harness's output
+    workspace.diff   the agent's changes to its workspace, as a patch
+    logs/            the harness's own logs, and the evaluator's output
+    verdict.json     the reward, or the reason for having none, with its detail
     timing.json      seconds in each stage
     """
 
@@ -100,13 +104,13 @@ class SessionFolder:
         return self.path / "workspace.diff"
 
     def write_json(self, name: str, content: Any) -> None:
-        """Whole or not at all."""
-        beside = self.path / f".{name}.part"
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-        os.replace(beside, self.path / name)
+        """Writes the file atomically."""
+        part = self.path / f".{name}.part"
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+        os.replace(part, self.path / name)
 
-    def log_tail(self, characters: int = 600) -> str:
-        """The end of what the harness printed."""
+    def read_log_tail(self, characters: int = 600) -> str:
+        """The end of the harness's output."""
         try:
             with self.agent_log.open("rb") as file:
                 file.seek(max(0, self.agent_log.stat().st_size - 4 * characters))

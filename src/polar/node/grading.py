@@ -51,16 +51,16 @@ _OTHERS = "(others)"
 def bound_evidence(evidence: Iterable[Evidence]) -> list[Evidence]:
     """Proven evidence first, without duplicates, as text that can be stored: subjects are names that an agent chose."""
     known = []
-    for one in dict.fromkeys(evidence):
-        if one.kind in _KINDS:
-            known.append(_shorten_evidence(one))
+    for item in dict.fromkeys(evidence):
+        if item.kind in _KINDS:
+            known.append(_shorten_evidence(item))
         else:  # could not be read from the store again
-            log.error("Evidence of the unknown kind %r is not recorded.", one.kind)
-    known.sort(key=lambda one: not one.proven)
-    rest: Counter[tuple[EvidenceKind, bool]] = Counter()
-    for one in known[MAX_EVIDENCE:]:
-        rest[one.kind, one.proven] += one.count
-    return known[:MAX_EVIDENCE] + [Evidence(kind, _OTHERS, proven, count=n) for (kind, proven), n in rest.items()]
+            log.error("Evidence of the unknown kind %r is not recorded.", item.kind)
+    known.sort(key=lambda item: not item.proven)
+    omitted: Counter[tuple[EvidenceKind, bool]] = Counter()
+    for item in known[MAX_EVIDENCE:]:
+        omitted[item.kind, item.proven] += item.count
+    return known[:MAX_EVIDENCE] + [Evidence(kind, _OTHERS, proven, count=n) for (kind, proven), n in omitted.items()]
 
 
 def apply_policy(verdict: Verdict, policy: OnTampering) -> Verdict:
@@ -77,13 +77,13 @@ def apply_policy(verdict: Verdict, policy: OnTampering) -> Verdict:
 
 
 def _explain(verdict: Verdict) -> dict[str, Any]:
-    proven = [one for one in verdict.evidence if one.proven]
-    more = f" and {len(proven) - 1} more" if len(proven) > 1 else ""
-    said = {"unadjusted_why": verdict.detail["why"]} if "why" in verdict.detail else {}
+    proven = [item for item in verdict.evidence if item.proven]
+    others = f" and {len(proven) - 1} more" if len(proven) > 1 else ""
+    earlier_reason = {"unadjusted_why": verdict.detail["why"]} if "why" in verdict.detail else {}
     name = "reward" if verdict.reason is None else "reason"
     earned = {f"unadjusted_{name}": getattr(verdict, name)}
-    why = f"The agent tampered with its grading: {proven[0].kind} {proven[0].subject}{more}."
-    return {**verdict.detail, **said, **earned, "why": why}
+    why = f"The agent tampered with its grading: {proven[0].kind} {proven[0].subject}{others}."
+    return {**verdict.detail, **earlier_reason, **earned, "why": why}
 
 
 def _shorten_evidence(evidence: Evidence) -> Evidence:
@@ -144,7 +144,7 @@ class GradingWork:
         self.logs = logs
         self.exchanges = exchanges
         self.judges = judges
-        self.answer = last_answer(calls)
+        self.answer = find_last_answer(calls)
         self.evidence = evidence
         self.fresh_runtimes: list[Runtime] = []
         self.expects_runtime = expects_runtime  # a fresh one stands ready for this session, unless it has been taken
@@ -177,7 +177,7 @@ def find_main_calls(session: Session, exchanges: list[Exchange]) -> list[Exchang
     return [exchange for exchange in exchanges if labels[exchange.exchange_id].role == "main"] or exchanges
 
 
-def last_answer(calls: list[Exchange]) -> str:
+def find_last_answer(calls: list[Exchange]) -> str:
     """The last text that the agent said."""
     for exchange in reversed(calls):
         if exchange.reply is not None:

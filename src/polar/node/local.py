@@ -1,7 +1,6 @@
-"""Tasks run to their end in this process, without a server: a private gateway, a node, and nothing that listens to
-anybody else.
+"""Runs tasks in this process, without a server: a private gateway and a node.
 
-    tasks -> Wanted -> sessions, one after the other -> node -> Finished, as they come
+tasks -> SessionSource -> samples -> node -> FinishedSession, as each ends
 """
 
 import asyncio
@@ -25,28 +24,28 @@ from polar.records.task import TaskRequest
 from polar.trajectory.checker import SessionChecker
 from polar.types import UsageTotals
 
-_POLL_SECONDS = 1.0  # between two looks at what is wanted, where that may be a matter of time
+_POLL_SECONDS = 1.0  # before a source that has no sample now is asked again
 
 
 class SessionSource(Protocol):
-    """Which sessions are to be run. What comes next may depend on what came of others."""
+    """Decides which sessions are run. The next one may depend on the results of earlier ones."""
 
     def next_sample(self) -> tuple[TaskPlan, int] | None:
-        """The next one, a sample of a task; None where there is none now."""
+        """The next sample of a task to run; None where there is none now."""
         ...
 
     def record_finished(self, finished: FinishedSession) -> bool:
-        """Whether that is its last word. Else it is tried again, and nobody needs to hear of it."""
+        """Takes note of a finished session. False where its sample will be retried, so that it is not reported."""
         ...
 
     @property
     def num_left(self) -> int:
-        """That may still come, as far as is known, besides those that `next` gave."""
+        """How many samples `next_sample` may still return, as far as is known."""
         ...
 
 
 class AllSamples:
-    """Every sample of every task, the urgent ones first."""
+    """Every sample of every task, by descending priority."""
 
     def __init__(self, plans: Iterable[TaskPlan]) -> None:
         ordered = sorted(plans, key=lambda plan: -plan.task.dispatch_priority)
@@ -54,9 +53,9 @@ class AllSamples:
         self.num_left = sum(plan.task.num_samples for plan in ordered)
 
     def next_sample(self) -> tuple[TaskPlan, int] | None:
-        found = next(self._samples, None)
-        self.num_left -= found is not None
-        return found
+        sample = next(self._samples, None)
+        self.num_left -= sample is not None
+        return sample
 
     def record_finished(self, finished: FinishedSession) -> bool:  # noqa: ARG002
         return True
@@ -70,8 +69,8 @@ class LocalRollout:
         self._data = data
         self._stack = contextlib.AsyncExitStack()
         self._running: set[RunningSession] = set()
-        self._finished: asyncio.Queue[asyncio.Task[FinishedSession] | None] = asyncio.Queue()  # None: look again
-        self._changed = asyncio.Event()  # something ended, or was cancelled
+        self._finished: asyncio.Queue[asyncio.Task[FinishedSession] | None] = asyncio.Queue()  # None: check again
+        self._changed = asyncio.Event()  # a session ended, or the run was cancelled
         self._cancelled = False
         self._checker = SessionChecker(settings.verify.share)
         self.plane: DataPlane
@@ -91,34 +90,34 @@ class LocalRollout:
         await self._stack.aclose()
 
     async def plan(self, tasks: Iterable[TaskRequest]) -> list[TaskPlan]:
-        """Raises ConfigError for the first one that can't be run here, before any is."""
+        """Plans all tasks before any is run. Raises ConfigError for the first one that can't be run here."""
         return [await self.node.plan(task) for task in tasks]
 
     async def run(self, source: Iterable[TaskPlan] | SessionSource) -> AsyncIterator[FinishedSession]:
-        """Every sample of every task (or whatever is wanted), each as soon as it has ended. Those that run when nobody
-        reads on any more are cancelled."""
+        """Runs every sample of every task (or those of `source`), and yields each session as it ends. Closing the
+        iterator cancels the sessions that still run."""
         sessions = AllSamples(source) if isinstance(source, Iterable) else source
         self._cancelled = False
-        feeding = asyncio.get_running_loop().create_task(self._submit_sessions(sessions))
+        submitting = asyncio.get_running_loop().create_task(self._submit_sessions(sessions))
         try:
-            while not feeding.done() or self._running or not self._finished.empty():
+            while not submitting.done() or self._running or not self._finished.empty():
                 finished = await self._finished.get()
                 if finished is not None:
                     yield finished.result()
-            await feeding
+            await submitting
         finally:
             self.cancel()
-            feeding.cancel()
-            await asyncio.wait({feeding, *(running.finished for running in self._running)})
+            submitting.cancel()
+            await asyncio.wait({submitting, *(running.finished for running in self._running)})
 
     async def _submit_sessions(self, source: SessionSource) -> None:
         try:
             while not self._cancelled and (source.num_left or self._running):
                 await self.node.wait_for_room()
                 self._changed.clear()
-                found = None if self._cancelled else source.next_sample()
-                if found is not None:
-                    running = await self.node.submit(*found)
+                sample = None if self._cancelled else source.next_sample()
+                if sample is not None:
+                    running = await self.node.submit(*sample)
                     self._running.add(running)
                     running.finished.add_done_callback(partial(self._on_session_done, running, source))
                     if self._cancelled:  # meanwhile
@@ -134,14 +133,14 @@ class LocalRollout:
         self, running: RunningSession, source: SessionSource, task: asyncio.Task[FinishedSession]
     ) -> None:
         self._running.discard(running)
-        broken = task.cancelled() or task.exception() is not None  # who reads it hears why
-        if broken or source.record_finished(task.result()) or self._cancelled:
+        failed = task.cancelled() or task.exception() is not None  # the reader of the queue raises it
+        if failed or source.record_finished(task.result()) or self._cancelled:
             self._finished.put_nowait(task)
         self._changed.set()
         self._finished.put_nowait(None)
 
     def cancel(self) -> None:
-        """Those that run end as cancelled, and those that have not begun never do."""
+        """Cancels the running sessions; no other one begins."""
         self._cancelled = True
         for running in self._running:
             running.cancel()
@@ -149,18 +148,19 @@ class LocalRollout:
         self._finished.put_nowait(None)
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         return len(self._running)
 
-    def used(self) -> UsageTotals:
-        """What all sessions used so far."""
-        return self.node.used()
+    def get_usage(self) -> UsageTotals:
+        """Token usage of all sessions so far."""
+        return self.node.get_usage()
 
-    def load(self) -> NodeLoad:
-        return self.node.load()
+    def get_load(self) -> NodeLoad:
+        return self.node.get_load()
 
     async def build_result(self, plan: TaskPlan, finished: FinishedSession) -> dict[str, Any]:
-        """The session as trainers read it (records.result.SessionResult); held back where it fails the check."""
+        """Builds the session's result (records.result.SessionResult). Its traces are held back where it fails the
+        check."""
         store = self.plane.store
         session = await store.find_session(finished.session_id)
         assert session is not None

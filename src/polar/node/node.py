@@ -1,10 +1,10 @@
-"""A gateway node: takes tasks, and runs their sessions through the stages.
+"""A gateway node: plans tasks, and runs their sessions through the stages.
 
-    plan(task) -> submit(plan, sample) -> Running -> Finished
+    plan(task) -> submit(plan, sample) -> RunningSession -> FinishedSession
 
-Sessions are independent of each other; each is one task of the event loop (session.py) that waits for its turn in each
-stage. What a node holds on the machine is found again by the next one on the same data folder (`sweep`), should this
-one die: sandboxes by their kinds, sessions that were running by the folders that they kept here.
+Sessions are independent; each is one asyncio task (session_run.py) that waits for its turn in each stage. If a node
+dies, the next one on the same data folder cleans up after it (`sweep`): runtime backends find their sandboxes, and
+scratch folders name the sessions that were running.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from polar.node.finished_session import FinishedSession
 from polar.node.runtime_pool import RuntimeBackends, WarmPool, WorkspaceSnapshots
 from polar.node.session_run import NodeContext, SessionRun
 from polar.node.stages import Stage, StageName
-from polar.node.task_plan import TaskPlan, make_plan, prewarm_recipe
+from polar.node.task_plan import TaskPlan, make_plan, make_prewarm_recipe
 from polar.records.session import Verdict
 from polar.records.task import TaskRequest
 from polar.runtimes.base import SandboxError
@@ -33,16 +33,16 @@ from polar.types import UsageTotals
 
 log = logging.getLogger(__name__)
 
-_WAITING_PER_INIT_WORKER = 2  # sessions that wait, for each that can be in INIT
+_WAITING_PER_INIT_WORKER = 2  # sessions that may queue for each INIT slot
 
 
 class RunningSession:
-    """A session that was taken in."""
+    """A submitted session, queued or in a stage."""
 
-    def __init__(self, life: SessionRun, finished: "asyncio.Task[FinishedSession]") -> None:
-        self._session_run = life
-        self.session_id = life.session_id
-        self.plan = life.plan
+    def __init__(self, session_run: SessionRun, finished: "asyncio.Task[FinishedSession]") -> None:
+        self._session_run = session_run
+        self.session_id = session_run.session_id
+        self.plan = session_run.plan
         self.finished = finished
 
     @property
@@ -54,27 +54,27 @@ class RunningSession:
         return self._session_run.meter.tokens
 
     @property
-    def used(self) -> UsageTotals:
+    def usage(self) -> UsageTotals:
         return self._session_run.meter.usage_totals
 
     def cancel(self) -> bool:
-        """Ends it, in whatever stage it is: it gets the reason `cancelled`, and is torn down. False where that was
-        said before, or it is at its end."""
+        """Cancels the session in whatever stage it is: its reason becomes `cancelled`, and it is torn down. False where
+        it was cancelled before or has its verdict already."""
         return self._session_run.cancel(self.finished)
 
 
 class NodeLoad(Struct):
-    """What goes on at a node."""
+    """How many sessions are in each stage of a node, and how busy its engines are."""
 
-    waiting: int  # for their first stage
+    waiting: int  # sessions that wait for their first stage
     init: int
     ready: int
     run: int
-    postrun: int  # with those that wait for it, and those that are being torn down
-    calls: int  # at the engines
-    held: int  # calls that wait for generation to go on
+    postrun: int  # including sessions that wait for it or are being torn down
+    calls: int  # running at the engines
+    held: int  # calls that wait until generation is resumed
     paused: bool
-    tokens: int  # sampled so far, of all sessions
+    tokens: int  # sampled so far, over all sessions
 
 
 class Node:
@@ -91,7 +91,7 @@ class Node:
         gateway_url: str,
         runtime_backends: RuntimeBackends | None = None,
     ) -> None:
-        """`kinds` of runtimes in place of those that are installed."""
+        """`runtime_backends` replaces the installed ones."""
         node = settings.node
         self._settings = settings
         self._store = store
@@ -119,11 +119,11 @@ class Node:
         )
         self._submitting: set[asyncio.Task[RunningSession]] = set()
         self._running: dict[str, RunningSession] = {}
-        self._has_unrecorded = False  # there is a session whose verdict the store did not take
+        self._has_unrecorded = False  # the store lacks the verdict of a session
         self._tokens = 0  # of sessions that have ended
-        self._used = UsageTotals()  # likewise
-        self.replaced: list[str] = []  # ids of nodes that are no more, and left something here
-        self.stopped: list[str] = []  # those of them that had been told to end
+        self._used = UsageTotals()  # of sessions that have ended
+        self.replaced: list[str] = []  # ids of dead nodes that left state in the data folder
+        self.stopped: list[str] = []  # those of them that had been asked to stop
 
     @property
     def node_id(self) -> str:
@@ -131,13 +131,14 @@ class Node:
         return self._context.node_id
 
     async def available_backends(self) -> list[str]:
-        """Kinds of runtimes that work here."""
+        """Names of the runtime backends that work on this machine."""
         return await self._runtime_backends.list_available()
 
     async def __aenter__(self) -> "Node":
         await self.sweep()
-        wanted = [(prewarm_recipe(one, self._settings.node), one.count) for one in self._settings.node.prewarm]
-        for recipe, count in wanted:
+        node = self._settings.node
+        recipes = [(make_prewarm_recipe(prewarm, node), prewarm.count) for prewarm in node.prewarm]
+        for recipe, count in recipes:
             self._context.warm_pool.reserve(recipe, count)
         return self
 
@@ -147,74 +148,73 @@ class Node:
         await self.close()
 
     async def sweep(self) -> list[str]:
-        """Tidies up after nodes that are no more; the sessions that were running there."""
+        """Cleans up after dead nodes. Returns the ids of the sessions that were running there."""
         await self._runtime_backends.sweep()
         lost = []
-        for left in self._state.iter_abandoned():
-            self.replaced.append(left.folder.name)
-            if left.was_ending:
-                self.stopped.append(left.folder.name)
-            for folder in left.runtime_folders:
+        for abandoned in self._state.iter_abandoned():
+            self.replaced.append(abandoned.folder.name)
+            if abandoned.was_ending:
+                self.stopped.append(abandoned.folder.name)
+            for folder in abandoned.runtime_folders:
                 lost.append(folder.name)
                 verdict = Verdict(reason="node_lost")
                 await self._store.end_session(folder.name, ended_at=time.time(), verdict=verdict)
             try:
-                await asyncio.to_thread(left.remove)
+                await asyncio.to_thread(abandoned.remove)
             except SandboxError as error:
                 log.error("%s", error)
         if lost:
-            log.warning("%d sessions of a node that is no more are ended without a reward (node_lost).", len(lost))
+            log.warning("%d sessions of a dead node have ended without a reward (node_lost).", len(lost))
         return lost
 
     def mark_ending(self) -> None:
-        """This node was told to end. The next one on its folder says so to the server, should this one not come to."""
+        """Records on disk that this node was asked to stop, so that the next node on its folder can report it."""
         self._state.mark_ending()
 
     async def plan(self, task: TaskRequest) -> TaskPlan:
-        """Raises ConfigError where the task can't be run here, with what to do."""
+        """Raises ConfigError, with advice, where the task can't be run here."""
         try:
-            planned = make_plan(task, self._settings.node)
-            kind = await self._runtime_backends.get(planned.recipe.backend)
-            if (why := kind.check_image(task.runtime.image)) is not None:
-                raise ConfigError(why)
+            task_plan = make_plan(task, self._settings.node)
+            backend = await self._runtime_backends.get(task_plan.recipe.backend)
+            if (problem := backend.check_image(task.runtime.image)) is not None:
+                raise ConfigError(problem)
         except ConfigError as error:
             raise ConfigError(f"Task {task.task_id}: {error}") from error
-        return planned
+        return task_plan
 
     async def wait_for_room(self) -> None:
-        """Until it makes sense to submit another session: not many wait for their first stage, and graders keep up,
-        so that no heap of finished ones waits for them."""
-        place = self._context
-        await place.postrun.wait_until_queue_below(place.run.size + 1)
-        await place.init.wait_until_queue_below(_WAITING_PER_INIT_WORKER * place.init.size)
+        """Waits until another session should be submitted: few sessions queue for INIT, and grading keeps up."""
+        context = self._context
+        await context.postrun.wait_until_queue_below(context.run.size + 1)
+        await context.init.wait_until_queue_below(_WAITING_PER_INIT_WORKER * context.init.size)
 
-    def free_slots(self) -> int:
-        """How many may be submitted before the next one should wait (`room`)."""
+    def count_free_slots(self) -> int:
+        """How many sessions may be submitted before `wait_for_room` would wait."""
         init = self._context.init
         return max(0, (1 + _WAITING_PER_INIT_WORKER) * init.size - init.active - init.waiting)
 
     async def submit(self, plan: TaskPlan, sample: int = 0, work_id: int | None = None) -> RunningSession:
-        """Takes a session in. It is in the store on return, and waits for its first stage. One that is on its way into
-        the store gets there, whoever waits for it. `work_id`: of the work of a rollout server that it is for."""
+        """Creates a session and queues it for its first stage. On return it is in the store; cancelling the caller does
+        not stop that. `work_id` names the rollout server's work that the session is for."""
         submitting = asyncio.get_running_loop().create_task(self._submit(plan, sample, work_id))
         self._submitting.add(submitting)
         submitting.add_done_callback(self._submitting.discard)
         return await asyncio.shield(submitting)
 
     async def _submit(self, plan: TaskPlan, sample: int, work_id: int | None) -> RunningSession:
-        life = await SessionRun.create(plan, sample, self._context, self._state.create_runtime_folder, work_id)
-        running = RunningSession(life, asyncio.get_running_loop().create_task(life.run()))
-        self._running[life.session_id] = running
-        running.finished.add_done_callback(lambda _: self._on_session_done(life))
+        session_run = await SessionRun.create(plan, sample, self._context, self._state.create_runtime_folder, work_id)
+        running = RunningSession(session_run, asyncio.get_running_loop().create_task(session_run.run()))
+        self._running[session_run.session_id] = running
+        running.finished.add_done_callback(lambda _: self._on_session_done(session_run))
         return running
 
-    def _on_session_done(self, life: SessionRun) -> None:
-        self._tokens += life.meter.tokens
-        self._used += life.meter.usage_totals
-        self._has_unrecorded |= not life.is_recorded
-        del self._running[life.session_id]
+    def _on_session_done(self, session_run: SessionRun) -> None:
+        self._tokens += session_run.meter.tokens
+        self._used += session_run.meter.usage_totals
+        self._has_unrecorded |= not session_run.is_recorded
+        del self._running[session_run.session_id]
 
-    def load(self) -> NodeLoad:
+    def get_load(self) -> NodeLoad:
         stages = [running.stage for running in self._running.values()]
         pools = self._pools.get_pools_by_run().values()
         return NodeLoad(
@@ -229,20 +229,20 @@ class Node:
             tokens=self._tokens + sum(running.tokens for running in self._running.values()),
         )
 
-    def used(self) -> UsageTotals:
-        """What all of its sessions used so far."""
-        return sum((running.used for running in self._running.values()), self._used)
+    def get_usage(self) -> UsageTotals:
+        """Token usage of all sessions so far."""
+        return sum((running.usage for running in self._running.values()), self._used)
 
     async def close(self) -> None:
-        """Cancels what runs, and leaves nothing behind."""
+        """Cancels the running sessions and removes everything that the node keeps on the machine."""
         if self._submitting:
             await asyncio.wait(self._submitting)
-        running = list(self._running.values())
-        for one in running:
-            one.cancel()
-        if running:
-            await asyncio.wait([one.finished for one in running])
+        sessions = list(self._running.values())
+        for session in sessions:
+            session.cancel()
+        if sessions:
+            await asyncio.wait([session.finished for session in sessions])
         await self._context.warm_pool.close()
         await self._runtime_backends.close()
-        if not self._has_unrecorded:  # else the next node ends what is open
+        if not self._has_unrecorded:  # else the next node on this folder ends the open sessions
             await asyncio.to_thread(self._state.close)

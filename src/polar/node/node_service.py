@@ -1,4 +1,4 @@
-"""A data plane at work for a rollout server: with a node of its own, or only following what is said of engines."""
+"""Connects a data plane to a rollout server: with a node of its own, or only to follow the engines."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from polar.rollout.protocol import RolloutServer
 
 
 def make_node(plane: DataPlane, runtime_backends: RuntimeBackends | None = None) -> Node:
-    """`kinds` of runtimes in place of those that are installed."""
+    """`runtime_backends` replaces the installed ones."""
     return Node(
         plane.settings,
         plane.data_folder,
@@ -40,12 +40,12 @@ async def make_worker(
     stays_when_drained: bool = False,
     keep_alive: KeepAlive | None = None,
 ) -> Worker:
-    """`stays`: also when it is drained (worker.Place)."""
+    """Makes the worker of a data plane; without a `node`, it only follows the engines (see WorkerContext)."""
 
-    def load() -> dict[str, Any]:
-        return {} if node is None else msgspec.to_builtins(node.load())
+    def get_load() -> dict[str, Any]:
+        return {} if node is None else msgspec.to_builtins(node.get_load())
 
-    place = WorkerContext(
+    context = WorkerContext(
         node_id=f"gateway-{secrets.token_hex(4)}" if node is None else node.node_id,
         name=name,
         backends=[] if node is None else await node.available_backends(),
@@ -53,7 +53,7 @@ async def make_worker(
         store=store_id,
         replaces=[] if node is None else node.replaced,
         stopped=[] if node is None else node.stopped,
-        load=load,
+        get_load=get_load,
         apply_engines=plane.pools.apply,
         export_session=plane.store.export_session,
         disown_session=plane.store.revoke_session_reward,
@@ -61,7 +61,7 @@ async def make_worker(
         drain_seconds=plane.settings.node.drain_seconds,
         stays_when_drained=stays_when_drained,
     )
-    return Worker(server, node, place, keep_alive)
+    return Worker(server, node, context, keep_alive)
 
 
 async def serve_node(
@@ -74,8 +74,8 @@ async def serve_node(
     stop: asyncio.Event,
     drain: asyncio.Event | None = None,
 ) -> None:
-    """A gateway node for a rollout server elsewhere, until `stop` or the end of what `drain` begins (Worker.run). Its
-    engines are those that the server names."""
+    """Runs a gateway node for a remote rollout server until `stop`, or until it has drained (Worker.run). The server
+    names its engines."""
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(RemoteServer(server_url, token))
         plane = await stack.enter_async_context(DataPlane(settings, data, engines=False))

@@ -29,7 +29,7 @@ _MAX_PATHS = 200
 _CACHE_SIZE = 1024
 
 
-def upload_targets(steps: Iterable[Step] | None) -> list[str]:
+def list_upload_targets(steps: Iterable[Step] | None) -> list[str]:
     return [step.target for step in steps or () if not isinstance(step, Exec)]
 
 
@@ -37,8 +37,8 @@ class GraderPathProbes:
     """`before` is the workspace as the agent got it; None where it is not known."""
 
     def __init__(self, paths: Iterable[str], *, workdir: str, workspace: Path | None) -> None:
-        wanted = dict.fromkeys(form for path in paths for form in _path_forms(path, workdir))
-        self._unseen = [path for path in wanted if not _exists_in(workspace, path)][:_MAX_PATHS]
+        forms = dict.fromkeys(form for path in paths for form in _list_path_forms(path, workdir))
+        self._unseen = [path for path in forms if not _exists_in(workspace, path)][:_MAX_PATHS]
         self._evidence: list[Evidence] = []
         self._read_parts: set[int] = set()  # identities of requests' parts: exchanges share them
 
@@ -46,9 +46,9 @@ class GraderPathProbes:
     def evidence(self) -> list[Evidence]:
         return self._evidence
 
-    def show(self, text: str) -> None:
+    def mark_shown(self, text: str) -> None:
         """The agent was shown this: what it names is no secret from here on."""
-        for path in self._named_in(text):
+        for path in self._find_named(text):
             self._unseen.remove(path)
 
     def read_exchanges(self, exchanges: list[Exchange]) -> None:
@@ -56,12 +56,12 @@ class GraderPathProbes:
             if not self._unseen:
                 return
             for raw in (*exchange.raw_request.fields.values(), *exchange.raw_request.items):
-                self._show_raw(raw)
+                self._mark_raw_shown(raw)
             for part in () if exchange.reply is None else exchange.reply.parts:
                 if isinstance(part, Text):
                     self._record(part.text, f"named in exchange {exchange.exchange_id}")
                 elif isinstance(part, ToolCall):
-                    self._record(_argument_text(part.arguments), f"named in a call of {part.name}")
+                    self._record(_extract_argument_text(part.arguments), f"named in a call of {part.name}")
 
     def read_patch(self, patch: bytes) -> None:
         """What the agent changed in its workspace: files that stand at these paths, and lines that name them."""
@@ -69,31 +69,31 @@ class GraderPathProbes:
             added = b"\n".join(line for line in patch.splitlines() if line.startswith((b"+", b"diff --git ")))
             self._record(added.decode(errors="surrogateescape"), "left or named in the workspace")
 
-    def _show_raw(self, raw: Raw) -> None:
+    def _mark_raw_shown(self, raw: Raw) -> None:
         if id(raw) in self._read_parts:
             return
         self._read_parts.add(id(raw))
         data = bytes(raw)
-        if any(name in data for path in self._unseen for name in _json_forms(path)):
-            self.show(_join_strings(_decode_json(data)))
+        if any(name in data for path in self._unseen for name in _encode_json_forms(path)):
+            self.mark_shown(_join_strings(_decode_json(data)))
 
     def _record(self, text: str, where: str) -> None:
-        for path in self._named_in(text):
+        for path in self._find_named(text):
             self._unseen.remove(path)
             self._evidence.append(Evidence("grader_path", path, False, where))
 
-    def _named_in(self, text: str) -> list[str]:
+    def _find_named(self, text: str) -> list[str]:
         """Of paths that are inside of one another, all that are named: `.grader/expected.txt` names `.grader` too."""
-        return [path for path in self._unseen if path in text and _path_pattern(path).search(text)]
+        return [path for path in self._unseen if path in text and _compile_path_pattern(path).search(text)]
 
 
-def _path_forms(path: str, workdir: str) -> Iterator[str]:
+def _list_path_forms(path: str, workdir: str) -> Iterator[str]:
     """As it is searched for: below the workspace relative to it, so that both ways of writing it are found; and the
     hidden folders that it stands in. Words that everybody uses (`tests`, say) are left out."""
-    whole = posixpath.normpath(posixpath.join(workdir, path))
-    inside = whole.startswith(f"{workdir.rstrip('/')}/")
-    path = posixpath.relpath(whole, workdir) if inside else whole
-    if whole != "/" and ("/" in path or "." in path) and whole != workdir:
+    absolute = posixpath.normpath(posixpath.join(workdir, path))
+    inside = absolute.startswith(f"{workdir.rstrip('/')}/")
+    path = posixpath.relpath(absolute, workdir) if inside else absolute
+    if absolute != "/" and ("/" in path or "." in path) and absolute != workdir:
         yield path
     steps = path.split("/")
     for count in range(1, len(steps)):
@@ -106,7 +106,7 @@ def _exists_in(workspace: Path | None, path: str) -> bool:
 
 
 @lru_cache(_CACHE_SIZE)
-def _path_pattern(path: str) -> re.Pattern[str]:
+def _compile_path_pattern(path: str) -> re.Pattern[str]:
     """As a path of its own, not as a part of a longer name. Below the workspace it may come after a slash. A line
     break before it may be written as an escape, since tools answer with JSON in text."""
     before = r"(?<![\w./-])" if path.startswith("/") else r"(?<![\w.-])"
@@ -114,12 +114,12 @@ def _path_pattern(path: str) -> re.Pattern[str]:
 
 
 @lru_cache(_CACHE_SIZE)
-def _json_forms(path: str) -> set[bytes]:
+def _encode_json_forms(path: str) -> set[bytes]:
     """As JSON has it."""
     return {path.encode(errors="surrogateescape"), json.dumps(path)[1:-1].encode()}
 
 
-def _argument_text(arguments: str) -> str:
+def _extract_argument_text(arguments: str) -> str:
     """A function's arguments are JSON; those of a custom tool are text."""
     return _join_strings(_decode_json(arguments.encode(errors="surrogatepass"), arguments))
 
@@ -134,13 +134,13 @@ def _decode_json(data: bytes, otherwise: Any = None) -> Any:
 def _join_strings(document: Any) -> str:
     """All strings of it, a line or more each: one search is enough, however many an agent makes them."""
     strings: list[str] = []
-    waiting = [document]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            strings.append(one)
-        elif isinstance(one, dict):
-            waiting.extend((*one, *one.values()))
-        elif isinstance(one, list):
-            waiting.extend(one)
+    pending = [document]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            strings.append(value)
+        elif isinstance(value, dict):
+            pending.extend((*value, *value.values()))
+        elif isinstance(value, list):
+            pending.extend(value)
     return "\n".join(strings)

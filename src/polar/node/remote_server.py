@@ -65,25 +65,25 @@ class RemoteServer:
         await self._http.close()
 
     async def join(self, request: JoinRequest) -> JoinResponse:
-        joined = await self._post("/nodes/join", request, JoinResponse)
+        response = await self._post("/nodes/join", request, JoinResponse)
         # A connection whose other end is gone without a word must not cost us our leases.
-        self._beat_seconds = min(joined.beat + joined.term / 2, _RESPONSE_SECONDS)
-        return joined
+        self._beat_seconds = min(response.beat + response.term / 2, _RESPONSE_SECONDS)
+        return response
 
     async def lease(self, node_id: str, holding: list[LeaseId], room: int) -> list[Lease]:
-        return await self._post(_path(node_id, "lease"), {"holding": holding, "room": room}, list[Lease])
+        return await self._post(_build_path(node_id, "lease"), {"holding": holding, "room": room}, list[Lease])
 
     async def heartbeat(self, node_id: str, heartbeat: Heartbeat) -> HeartbeatResponse:
-        return await self._post(_path(node_id, "beat"), heartbeat, HeartbeatResponse, self._beat_seconds)
+        return await self._post(_build_path(node_id, "beat"), heartbeat, HeartbeatResponse, self._beat_seconds)
 
     async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
-        return await self._post(_path(node_id, "finish"), ended, list[FinishStatus])
+        return await self._post(_build_path(node_id, "finish"), ended, list[FinishStatus])
 
     async def send_session(self, node_id: str, data: bytes) -> None:
-        await self._call("PUT", _path(node_id, "sessions"), data, _COPY_SECONDS)
+        await self._call("PUT", _build_path(node_id, "sessions"), data, _COPY_SECONDS)
 
     async def leave(self, node_id: str) -> None:
-        await self._call("POST", _path(node_id, "leave"), b"")
+        await self._call("POST", _build_path(node_id, "leave"), b"")
 
     async def _post(self, path: str, body: Any, kind: type[T], seconds: float = _RESPONSE_SECONDS) -> T:
         answer = await self._call("POST", path, msgspec.json.encode(body), seconds)
@@ -103,22 +103,22 @@ class RemoteServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerUnreachable(f"No rollout server answers at {self._url} ({error!r}).") from error
         if response.status == 410:
-            raise UnknownNode(_detail(answer))
+            raise UnknownNode(_read_detail(answer))
         if response.status in _REFUSED_STATUSES:
-            raise ConfigError(f"{self._url} refuses this node ({response.status}): {_detail(answer)}")
+            raise ConfigError(f"{self._url} refuses this node ({response.status}): {_read_detail(answer)}")
         if response.status != 200:
-            raise ServerUnreachable(f"{self._url}{path} answered {response.status}: {_detail(answer)}")
+            raise ServerUnreachable(f"{self._url}{path} answered {response.status}: {_read_detail(answer)}")
         return answer
 
 
-def _path(node_id: str, what: str) -> str:
+def _build_path(node_id: str, what: str) -> str:
     return f"/nodes/{quote(node_id, safe='')}/{what}"
 
 
-def _detail(answer: bytes) -> str:
+def _read_detail(answer: bytes) -> str:
     try:
-        found = msgspec.json.decode(answer)
-        return str(found["detail"])
+        document = msgspec.json.decode(answer)
+        return str(document["detail"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return answer[:200].decode(errors="replace")
 

@@ -1,6 +1,6 @@
-"""The runtimes of a node: their kinds, those that stand ready before anybody asks, and workspaces as they were before.
+"""The runtimes of a node: backends, warm runtimes, and snapshots of workspaces before the agent ran.
 
-A recipe is all that a runtime is made by: its kind, its spec and the steps that prepare it.
+A recipe is everything that a runtime is made from: its backend, its spec and its prepare steps.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from polar.runtimes.state_folder import remove_tree
 log = logging.getLogger(__name__)
 
 MAX_WORKSPACE_BYTES = 256 << 20
-"""Of a workspace that is kept as it was before."""
+"""Of a workspace snapshot."""
 
 
 class RuntimeBackends:
-    """The kinds of runtimes that there are on this node."""
+    """The runtime backends of this node, loaded when they are first needed."""
 
     def __init__(self, state: Path, gateway_url: str, allowed: list[str]) -> None:
         self._state = state
@@ -38,43 +38,43 @@ class RuntimeBackends:
         self._availability_lock = asyncio.Lock()
 
     async def get(self, backend: str) -> RuntimeBackend:
-        """Raises ConfigError where this node has none of that kind, with what to do."""
+        """Raises ConfigError, with advice, where the backend does not work here."""
         kind = self._load(backend)
         async with self._availability_lock:
-            if self._problems.get(backend, "not asked yet") is not None:  # it may have been started since
+            if self._problems.get(backend, "not checked yet") is not None:  # it may work by now
                 self._problems[backend] = await kind.check_availability()
-        if (why := self._problems[backend]) is not None:
-            raise ConfigError(f"No runtime of kind {backend} can be made here. {why}")
+        if (problem := self._problems[backend]) is not None:
+            raise ConfigError(f"The runtime backend {backend} does not work here. {problem}")
         return kind
 
     def _load(self, backend: str) -> RuntimeBackend:
         if backend not in self._backends:
-            made = load("runtimes", backend)
+            backend_type = load("runtimes", backend)
             if backend not in self._allowed:
-                raise ConfigError(f"[node] runtimes does not allow {backend} here: it has {', '.join(self._allowed)}.")
-            self._backends[backend] = made(self._state, self._gateway_url)
+                raise ConfigError(f"[node] runtimes does not allow {backend}; it allows {', '.join(self._allowed)}.")
+            self._backends[backend] = backend_type(self._state, self._gateway_url)
         return self._backends[backend]
 
     async def list_available(self) -> list[str]:
-        """Those that runtimes can be made of here, now."""
-        found = []
+        """Names of the allowed backends that work here now."""
+        available = []
         for backend in self._allowed:
             try:
                 await self.get(backend)
             except ConfigError as error:
                 log.info("%s", error)
             else:
-                found.append(backend)
-        return found
+                available.append(backend)
+        return available
 
     async def sweep(self) -> list[str]:
-        """Removes what a node that is no more left behind; the ids of its runtimes."""
+        """Removes what dead nodes left behind. Returns the ids of their runtimes."""
         swept = []
         for backend in self._allowed:
             try:
                 swept += await (await self.get(backend)).sweep()
             except (ConfigError, SandboxError) as error:
-                log.info("Nothing was swept of %s: %s", backend, error)
+                log.info("The backend %s could not be swept: %s", backend, error)
         return swept
 
     async def close(self) -> None:
@@ -95,24 +95,23 @@ class RuntimeRecipe(Struct, frozen=True):
 class _Stock(Struct):
     recipe: RuntimeRecipe
     ready: deque[Runtime]
-    reserved: int = 0  # as the operator wants it
-    expected: int = 0  # sessions that will come for one
+    reserved: int = 0  # runtimes that the operator wants ready
+    expected: int = 0  # sessions that will take one
     making: int = 0
-    failed: bool = False  # the last one could not be made: nobody tries again until one is asked for
+    failed: bool = False  # the last one could not be made: none is made until one is taken
 
 
 class WarmPool:
-    """Runtimes that stand ready before anybody asks for them.
+    """Keeps runtimes ready ahead of time.
 
-    For each recipe that is wanted there is a number of runtimes to have ready: those that the operator asked for, and
-    one for each session whose agent runs now and whose grader will want one, up to a limit. Nothing has ever run in
-    them but their steps.
+    For each recipe, the pool keeps as many runtimes as the operator reserved, and one for each running session whose
+    grader will need one, up to a limit. Only their prepare steps have run in them.
     """
 
     def __init__(
         self, runtime_backends: RuntimeBackends, scratch: Callable[[str], Path], *, max_launches: int, max_expected: int
     ) -> None:
-        """Makes `max_launches` at the same time. Of one recipe, `max_expected` stand ready for those who will come."""
+        """Makes up to `max_launches` at a time, and keeps up to `max_expected` of a recipe for expected sessions."""
         self._runtime_backends = runtime_backends
         self._scratch = scratch
         self._max_expected = max_expected
@@ -123,26 +122,26 @@ class WarmPool:
         self._closed = False
 
     def reserve(self, recipe: RuntimeRecipe, count: int) -> None:
-        """Has so many ready, always."""
-        stock = self._stock(recipe)
+        """Keeps `count` more runtimes ready from now on."""
+        stock = self._get_stock(recipe)
         stock.reserved += count
         self._restock(stock)
 
     def expect(self, recipe: RuntimeRecipe) -> None:
-        """Somebody will come for one."""
-        stock = self._stock(recipe)
+        """Announces that a session will take one."""
+        stock = self._get_stock(recipe)
         stock.expected += 1
         self._restock(stock)
 
     def cancel_expected(self, recipe: RuntimeRecipe) -> None:
-        """One who was expected does not come."""
-        stock = self._stock(recipe)
+        """Takes back an announcement of `expect`."""
+        stock = self._get_stock(recipe)
         stock.expected -= 1
         self._restock(stock)
 
     async def take(self, recipe: RuntimeRecipe, *, expected: bool = False) -> Runtime:
-        """One that stands ready, else one that is made now. It is the caller's to remove. Raises SandboxError, and
-        PrepareError where a step fails. `expected` are those whom `expect` has announced."""
+        """A ready runtime, else a new one; the caller removes it. `expected`: the caller was announced by `expect`.
+        Raises SandboxError, and PrepareError where a step fails."""
         stock = self._stocks.get(recipe.key)
         if stock is None:
             return await self._make(recipe)
@@ -152,17 +151,17 @@ class WarmPool:
         self._restock(stock)
         return runtime or await self._make(recipe)
 
-    def _stock(self, recipe: RuntimeRecipe) -> _Stock:
+    def _get_stock(self, recipe: RuntimeRecipe) -> _Stock:
         return self._stocks.setdefault(recipe.key, _Stock(recipe, deque()))
 
     def _restock(self, stock: _Stock) -> None:
-        wanted = 0 if self._closed else stock.reserved + min(stock.expected, self._max_expected)
-        while len(stock.ready) > wanted:
+        target = 0 if self._closed else stock.reserved + min(stock.expected, self._max_expected)
+        while len(stock.ready) > target:
             self._spawn(stock.ready.pop().remove(), self._removing)
         if not stock.failed:
-            for _ in range(wanted - len(stock.ready) - stock.making):
+            for _ in range(target - len(stock.ready) - stock.making):
                 stock.making += 1
-                self._spawn(self._add_one(stock), self._making)
+                self._spawn(self._add_runtime(stock), self._making)
         if not (stock.ready or stock.making or stock.expected or stock.reserved):
             self._stocks.pop(stock.recipe.key, None)
 
@@ -171,14 +170,14 @@ class WarmPool:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    async def _add_one(self, stock: _Stock) -> None:
+    async def _add_runtime(self, stock: _Stock) -> None:
         try:
-            # What a grader will soon come for is more urgent than what merely stands by.
+            # A runtime that a grader will soon take is more urgent than a reserve.
             async with self._launch_stage.slot(priority=int(stock.expected > 0)):
                 runtime = await self._make(stock.recipe)
         except PolarError as error:
-            stock.failed = True  # whoever comes for one makes it, and is told
-            log.warning("A runtime could not be made ready ahead of time: %s", error)
+            stock.failed = True  # the next `take` makes one itself, and raises the error
+            log.warning("A runtime could not be made ahead of time: %s", error)
         else:
             stock.ready.append(runtime)
         finally:
@@ -195,7 +194,7 @@ class WarmPool:
             await run_prepare_steps(runtime, recipe.steps, log=log_file)
         except OSError as error:
             await runtime.remove()
-            raise SandboxError(f"A runtime of kind {recipe.backend} could not be made: {error}.") from error
+            raise SandboxError(f"The backend {recipe.backend} could not make a runtime: {error}.") from error
         except BaseException:
             await asyncio.shield(runtime.remove())
             raise
@@ -222,7 +221,7 @@ class _Snapshot(Struct):
 
 
 class WorkspaceSnapshots:
-    """Workspaces as they were before their agents ran, one copy for all sessions of a recipe that run at the time."""
+    """Copies of workspaces from before their agents ran, shared by concurrent sessions of a recipe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -230,28 +229,28 @@ class WorkspaceSnapshots:
         self._count = 0
 
     async def acquire(self, recipe: RuntimeRecipe, runtime: Runtime) -> Path | None:
-        """The workspace of a runtime that was just prepared; None where it is too large to keep. To be
-        released in the end, unless this raises."""
-        copy = self._snapshots.get(recipe.key)
-        if copy is None:
+        """The workspace of a freshly prepared runtime; None where it is too large to copy. The caller must release it,
+        unless this raises."""
+        snapshot = self._snapshots.get(recipe.key)
+        if snapshot is None:
             self._count += 1
             path = self._folder / f"before-{self._count}"
-            copy = _Snapshot(path, asyncio.get_running_loop().create_task(_copy_workspace(runtime, path)))
-            self._snapshots[recipe.key] = copy
-        copy.users += 1
+            snapshot = _Snapshot(path, asyncio.get_running_loop().create_task(_copy_workspace(runtime, path)))
+            self._snapshots[recipe.key] = snapshot
+        snapshot.users += 1
         try:
-            return await asyncio.shield(copy.copying)
+            return await asyncio.shield(snapshot.copying)
         except BaseException:
             await self.release(recipe)
             raise
 
     async def release(self, recipe: RuntimeRecipe) -> None:
-        copy = self._snapshots[recipe.key]
-        copy.users -= 1
-        if not copy.users:
+        snapshot = self._snapshots[recipe.key]
+        snapshot.users -= 1
+        if not snapshot.users:
             del self._snapshots[recipe.key]
-            await asyncio.wait([copy.copying])
-            await asyncio.to_thread(remove_tree, copy.path)
+            await asyncio.wait([snapshot.copying])
+            await asyncio.to_thread(remove_tree, snapshot.path)
 
 
 async def _copy_workspace(runtime: Runtime, path: Path) -> Path | None:
@@ -261,6 +260,6 @@ async def _copy_workspace(runtime: Runtime, path: Path) -> Path | None:
         return None
     except FileNotFoundError as error:
         raise PrepareError(
-            f"The workdir {runtime.spec.workdir} is no folder (a link is none): name another."
+            f"runtime.workdir {runtime.spec.workdir} is not a folder (links don't count): name another one."
         ) from error
     return path

@@ -1,12 +1,12 @@
 """One session, from its runtime to its verdict.
 
-    INIT      a runtime is taken or made, and the harness's files are put into it
-    READY     it waits, warm, for a run slot
-    RUN       the harness runs, until it ends or has used up what it may
-    POSTRUN   every process of it dies; what it left is taken, evaluated, and told
+    INIT      takes a warm runtime or makes one, and puts the harness's files into it
+    READY     waits for a run slot
+    RUN       runs the harness until it exits or its budget is used up
+    POSTRUN   kills every process of the agent, keeps its logs and diff, and evaluates its work
 
-Whatever happens, there is a verdict in the end, and nothing of the session's is left on the machine. A failure of the
-platform is a reason; what the agent brings about is graded.
+Every session ends with a verdict and leaves nothing on the machine. A failure of the platform is a reason without a
+reward; what the agent causes is graded.
 """
 
 import asyncio
@@ -49,26 +49,25 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_LOG_BYTES = 32 << 20  # bytes of each thing that a harness wrote of its own run
+_MAX_LOG_BYTES = 32 << 20  # of each log path of a harness
 _EXIT_COMMAND_NOT_FOUND = 127
-_MAX_ERROR_CHARS = 2000  # characters of an error that are kept
-_LISTED = 1000  # of what a verdict lists
+_MAX_ERROR_CHARS = 2000  # of an error that is kept
 
 
 class HarnessError(PolarError):
-    """The harness could not even begin: no model call was made."""
+    """The harness ended without a model call."""
 
 
 class NonzeroExit(PolarError):
-    """The harness exited non-zero, and its task does not have such sessions graded."""
+    """The harness exited non-zero, and the task masks such sessions."""
 
 
 class TimeLimitReached(PolarError):
-    """The session's time was over before the harness began, or before its grader had ended."""
+    """The session ran out of time before its harness began or its grader ended."""
 
 
 class EngineFailure(PolarError):
-    """The harness ended on a call that the engine, or we, could not answer."""
+    """The harness's last call failed in the engine or the gateway."""
 
 
 class NodeContext(Struct, frozen=True):
@@ -114,8 +113,8 @@ class SessionRun:
         self.plan = plan
         self.sample = sample
         self.session_id = session.session_id
-        self.stage: StageName | None = None  # None while it waits for the first
-        self.is_recorded = False  # the store knows its verdict
+        self.stage: StageName | None = None  # None while it waits for its first stage
+        self.is_recorded = False  # the store has its verdict
         self._has_begun = False
         self._may_cancel = True
         self._context = context
@@ -129,7 +128,7 @@ class SessionRun:
         self._grading_work: GradingWork | None = None
         self._snapshot: Path | None = None
         self._has_snapshot = False
-        self._expects_grading_runtime = False  # of the warm ones, a runtime for our grader
+        self._expects_grading_runtime = False  # the warm pool was asked to have a runtime ready for the grader
         self._outcome: Outcome | None = None
         self._evidence: list[Evidence] = []
         self._versions: tuple[int, int] | None = None
@@ -145,7 +144,7 @@ class SessionRun:
         scratch: Callable[[str], Path],
         work_id: int | None = None,
     ) -> "SessionRun":
-        """The session is in the store from here on."""
+        """Creates the session in the store, in its scratch folder first."""
         task = plan.task
         meter = Meter(max_turns=task.budget.turns, max_tokens=task.budget.tokens)
         metadata = {
@@ -157,7 +156,7 @@ class SessionRun:
             "node_id": context.node_id,
             **({} if work_id is None else {"work_id": work_id}),
         }
-        # The folder first: by it the next node knows of a session that this one did not tell of.
+        # The folder comes first: by it the next node finds a session that this one left unrecorded.
         folder = scratch(session_id := ids.new_session_id())
         try:
             session, key = await context.sessions.create(
@@ -166,12 +165,12 @@ class SessionRun:
         except StoreError:
             await asyncio.to_thread(remove_tree, folder)
             raise
-        life = cls(plan, sample, context, session, key, folder)
-        life.meter = meter
-        return life
+        session_run = cls(plan, sample, context, session, key, folder)
+        session_run.meter = meter
+        return session_run
 
     async def run(self) -> FinishedSession:
-        """Never raises: what goes wrong is in the verdict. A cancellation counts until the verdict is being told."""
+        """Never raises: every failure becomes a verdict. Cancellation has no effect once there is a verdict."""
         error: str | None = None
         self._has_begun = True
         self._bind_telemetry()
@@ -195,7 +194,7 @@ class SessionRun:
         verdict = msgspec.structs.replace(verdict, evidence=bound_evidence(self._evidence))
         if verdict.reason != "cancelled":
             adjusted = apply_policy(verdict, self.plan.task.suspicious)
-            if error is not None and adjusted is not verdict:  # what went wrong decides nothing any more
+            if error is not None and adjusted is not verdict:  # tampering decides, not the error
                 adjusted.detail["unadjusted_error"], error = error, None
             verdict = adjusted
         await self._tear_down()
@@ -224,11 +223,11 @@ class SessionRun:
             return False
         self._may_cancel = False
         if self._has_begun:
-            task.cancel()  # one that has not begun finds out by itself; cancelled before, it would never end
+            task.cancel()  # a task cancelled before its first step would never run; `run` checks `_may_cancel` instead
         return True
 
     def _bind_telemetry(self) -> None:
-        """What is logged from here on says whose it is, and whoever collects traces sees the session."""
+        """Binds the session's ids to log records and starts its tracing span."""
         task, node_id = self.plan.task, self._context.node_id
         bind(session_id=self.session_id, task_id=task.task_id, run=task.run, node_id=node_id)
         self._span = tracing.current().start_session(
@@ -249,30 +248,30 @@ class SessionRun:
         log.debug("session %s is in %s", self.session_id, stage)
 
     async def _run_stages(self) -> Verdict:
-        place, timing, priority = self._context, self._timing, self.plan.task.dispatch_priority
-        async with place.init.slot(priority):
+        context, timing, priority = self._context, self._timing, self.plan.task.dispatch_priority
+        async with context.init.slot(priority):
             timing.record("queued")
             self._enter_stage("init")
             if self.plan.task.semantics.clock == "init":
                 self.meter.clock.start()
-            await self._run_within_time(self._prepare(), "It was not ready to run")
+            await self._run_within_time(self._prepare(), "The runtime was not ready")
             timing.record("init")
-            await place.ready.enter(priority)
+            await context.ready.enter(priority)
         try:
             self._enter_stage("ready")
-            await place.run.enter(priority)
+            await context.run.enter(priority)
         finally:
-            place.ready.leave()
+            context.ready.leave()
             timing.record("ready")
         try:
             self._enter_stage("run")
             outcome = await self._run_harness()
         finally:
-            place.run.leave()
+            context.run.leave()
             timing.record("run")
         self._enter_stage("postrun")  # or waiting for it
         await self._stop_agent()
-        async with place.postrun.slot(priority):
+        async with context.postrun.slot(priority):
             timing.record("waiting")
             try:
                 return await self._postrun(outcome)
@@ -280,30 +279,30 @@ class SessionRun:
                 timing.record("postrun")
 
     async def _run_within_time(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Raises TimeLimitReached where the task's time covers this work too, and is over."""
+        """Raises TimeLimitReached where the task's time limit covers this work and has passed."""
         if self.plan.task.semantics.clock == "run":
             return await work
         seconds = self.plan.task.timeout_seconds
-        working, limit = asyncio.ensure_future(work), asyncio.ensure_future(self.meter.wait_for_timeout(seconds))
+        running, limit = asyncio.ensure_future(work), asyncio.ensure_future(self.meter.wait_for_timeout(seconds))
         try:
-            await asyncio.wait({working, limit}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
+            await asyncio.wait({running, limit}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
                 raise TimeLimitReached(f"{what} within {seconds:g} seconds.")
-            return working.result()
+            return running.result()
         finally:
-            for task in (working, limit):
+            for task in (running, limit):
                 task.cancel()
-            await asyncio.wait({working, limit})
+            await asyncio.wait({running, limit})
 
     # INIT
 
     async def _prepare(self) -> None:
-        plan, place = self.plan, self._context
-        runtime = self._runtime = await place.warm_pool.take(plan.recipe)
-        self._snapshot = await place.snapshots.acquire(plan.recipe, runtime)
+        plan, context = self.plan, self._context
+        runtime = self._runtime = await context.warm_pool.take(plan.recipe)
+        self._snapshot = await context.snapshots.acquire(plan.recipe, runtime)
         self._has_snapshot = True
         agent, home = plan.task.agent, runtime.spec.home
-        wanted = SetupRequest(
+        request = SetupRequest(
             home=runtime.path(home),
             workdir=runtime.path(runtime.spec.workdir),
             gateway_url=runtime.gateway_url(),
@@ -312,14 +311,14 @@ class SessionRun:
             mcp_servers=tuple(agent.mcp_servers),
             settings=plan.settings,
         )
-        setup = plan.harness.setup(wanted)
+        setup = plan.harness.setup(request)
         for path, content in setup.files.items():
             await runtime.put(content.encode(), f"{home}/{path}")
         if agent.skills_path is not None and plan.harness.skills_folder is not None:
             await runtime.put(Path(agent.skills_path), f"{home}/{plan.harness.skills_folder}")
         shell = agent.custom_shell
         env = {
-            **build_environment(wanted.gateway_url, self._key, plan.model),
+            **build_environment(request.gateway_url, self._key, plan.model),
             **await self._make_folders(runtime),
             **setup.env,
             **agent.env,
@@ -332,7 +331,7 @@ class SessionRun:
         self._launch = _Launch(argv, env, cwd)
 
     async def _make_folders(self, runtime: Runtime) -> dict[str, str]:
-        """Folders for what an agent writes of its session, and variables that name them."""
+        """Makes the session's folders in the runtime; returns the variables that name them."""
         folders = self._scratch / "session"
         await asyncio.to_thread(_make_session_folders, folders)
         inside = f"{runtime.spec.home}/.session"
@@ -350,39 +349,40 @@ class SessionRun:
     # RUN
 
     async def _run_harness(self) -> Outcome:
-        runtime, launch, place = self._runtime, self._launch, self._context
+        runtime, launch, context = self._runtime, self._launch, self._context
         assert runtime is not None
         assert launch is not None
         if self.plan.wants_fresh_runtime:
-            place.warm_pool.expect(self.plan.grading_recipe)
+            context.warm_pool.expect(self.plan.grading_recipe)
             self._expects_grading_runtime = True
         clock = self.meter.clock
         clock.start()
-        began = time.monotonic()
-        running = asyncio.ensure_future(
+        started = time.monotonic()
+        harness_run = asyncio.ensure_future(
             runtime.run(launch.argv, env=launch.env, cwd=launch.cwd, output=self._folder.agent_log)
         )
         limit = asyncio.ensure_future(self.meter.wait_until_used_up(self.plan.task.timeout_seconds))
-        done: CommandResult | None = None
+        completed: CommandResult | None = None
         try:
-            await asyncio.wait({running, limit}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                done = running.result()
+            await asyncio.wait({harness_run, limit}, return_when=asyncio.FIRST_COMPLETED)
+            if harness_run.done():
+                completed = harness_run.result()
         finally:
-            for task in (running, limit):
+            for task in (harness_run, limit):
                 task.cancel()
-            await asyncio.wait({running, limit})
-            # The key dies with the run, and what still runs of the session's calls is recorded.
-            await place.sessions.end(self.session_id)
-        seconds = time.monotonic() - began
-        if done is not None:
-            self._outcome = Outcome("finished", done.exit_code, seconds, done.out_of_memory)
+            await asyncio.wait({harness_run, limit})
+            # The session key stops working, and calls that are still running are recorded.
+            await context.sessions.end(self.session_id)
+        seconds = time.monotonic() - started
+        if completed is not None:
+            self._outcome = Outcome("finished", completed.exit_code, seconds, completed.out_of_memory)
         else:
             self._outcome = Outcome(limit.result(), None, seconds)
         return self._outcome
 
     async def _stop_agent(self) -> None:
-        """Before anything of its files is looked at; and before it waits for that, lest a daemon of it goes on."""
+        """Stops every process of the agent before POSTRUN is entered: a daemon must not change the files that are
+        graded."""
         assert self._runtime is not None
         if self.plan.task.evaluator is None or self.plan.task.evaluator.refresh_runtime:
             await self._runtime.stop()
@@ -394,22 +394,22 @@ class SessionRun:
         assert runtime is not None
         await self._keep_logs(runtime)
         exchanges = [exchange async for exchange in self._context.store.read_exchanges(self.session_id)]
-        self._versions = _version_range(exchanges)
+        self._versions = _find_version_range(exchanges)
         calls = await asyncio.to_thread(find_main_calls, self._session, exchanges)
         last = calls[-1] if calls else None
         self._check_platform(outcome, last)
         if outcome.end_reason == "finished" and outcome.exit_code != 0 and task.semantics.on_failed_exit == "mask":
-            how = "was killed" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
-            raise NonzeroExit(f"The harness {how}.")
+            ending = "was killed" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
+            raise NonzeroExit(f"The harness {ending}.")
         outcome = self._outcome = self._apply_length_limit(outcome, last)
-        changed = await self._keep_diff(runtime)
-        self._evidence += await asyncio.to_thread(self._find_probes, exchanges, changed)
+        patch = await self._keep_diff(runtime)
+        self._evidence += await asyncio.to_thread(self._find_probes, exchanges, patch)
         if outcome.end_reason != "finished":
             policy = task.on_timeout if outcome.end_reason == "timeout" else task.on_length
             if policy == "mask":
                 return Verdict(reason=outcome.end_reason)
             if policy == "zero":
-                return Verdict(0.0, detail={"why": f"It ran into its limit ({outcome.end_reason})."})
+                return Verdict(0.0, detail={"why": f"The session reached its limit ({outcome.end_reason})."})
         if self.plan.evaluator is None:
             return Verdict()
         self._grading_work = GradingWork(
@@ -429,7 +429,9 @@ class SessionRun:
         )
         self._expects_grading_runtime = False
         try:
-            verdict = await self._run_within_time(self.plan.evaluator.evaluate(self._grading_work), "It was not graded")
+            verdict = await self._run_within_time(
+                self.plan.evaluator.evaluate(self._grading_work), "The session was not graded"
+            )
         except CorruptedRuntimeError as error:
             verdict = Verdict(0.0, detail={"why": str(error)})
         self._evidence += verdict.evidence
@@ -437,22 +439,22 @@ class SessionRun:
             verdict = Verdict(reason="timeout_grading", detail=verdict.detail)
         return check_verdict(verdict, in_live_runtime=self._grading_work.live)
 
-    def _find_probes(self, exchanges: list[Exchange], changed: bytes) -> list[Evidence]:
-        """Paths of the grader's that the agent looked for."""
+    def _find_probes(self, exchanges: list[Exchange], patch: bytes) -> list[Evidence]:
+        """Evidence that the agent looked for the grader's files."""
         probes = GraderPathProbes(
             self.plan.private_paths, workdir=self.plan.task.runtime.workdir, workspace=self._snapshot
         )
-        probes.show(self.plan.task.instruction)
+        probes.mark_shown(self.plan.task.instruction)
         probes.read_exchanges(exchanges)
-        probes.read_patch(changed)
+        probes.read_patch(patch)
         return probes.evidence
 
     def _check_platform(self, outcome: Outcome, last: Exchange | None) -> None:
-        """A harness that never called the model has not failed the task: it never got it. And one whose last call we,
-        or the engine, could not answer has not either."""
-        ours = self.meter.recording_error or (last and self.meter.find_platform_failure(last.exchange_id))
-        if ours is not None:
-            raise EngineFailure(ours)
+        """Raises where the platform is to blame: the last call failed in the engine or the gateway, or the harness
+        ended without any call, so that the agent never saw the task."""
+        platform_failure = self.meter.recording_error or (last and self.meter.find_platform_failure(last.exchange_id))
+        if platform_failure is not None:
+            raise EngineFailure(platform_failure)
         failed = outcome.end_reason == "finished" and outcome.exit_code != 0
         if self.meter.turns == 0 and (failed or self.plan.harness.package is not None):
             raise HarnessError(self._explain_silence(outcome))
@@ -463,17 +465,18 @@ class SessionRun:
             return f"{name} is not in the runtime: run `polar harness install {name}`."
         if outcome.out_of_memory:
             return f"{name} ran out of memory before its first model call: raise runtime.memory_mb."
-        how = f"ended with {outcome.exit_code}" if outcome.end_reason == "finished" else "used up its time"
-        return f"{name} {how} before its first model call: {self._folder.log_tail() or 'it printed nothing'}"
+        ending = f"ended with {outcome.exit_code}" if outcome.end_reason == "finished" else "used up its time"
+        return f"{name} {ending} before its first model call: {self._folder.read_log_tail() or 'it printed nothing'}"
 
     def _apply_length_limit(self, outcome: Outcome, last: Exchange | None) -> Outcome:
-        """A harness that ended by itself may have done so because the model's context was full, or its reply cut."""
-        cut = self.meter.has_unrecorded_long_call or (
+        """Marks a harness that exited by itself as ended by `length` where its last reply was truncated or the context
+        was full."""
+        was_truncated = self.meter.has_unrecorded_long_call or (
             last is not None and (last.finish_reason == "length" or self.meter.exceeded_context(last.exchange_id))
         )
         return (
             msgspec.structs.replace(outcome, end_reason="length")
-            if outcome.end_reason == "finished" and cut
+            if outcome.end_reason == "finished" and was_truncated
             else outcome
         )
 
@@ -486,35 +489,35 @@ class SessionRun:
             except FileNotFoundError:
                 continue
             except (TransferTooLargeError, OSError) as error:
-                log.warning("session %s: %s of the harness's logs is not kept: %s", self.session_id, path, error)
+                log.warning("session %s: the harness's log %s can't be kept: %s", self.session_id, path, error)
 
     async def _keep_diff(self, runtime: Runtime) -> bytes:
-        """What the agent changed in its workspace, as a patch; nothing where that is not known."""
+        """Writes the agent's changes to its workspace as a patch and returns it; empty where there is no snapshot."""
         if self._snapshot is None:
             return b""
         after = self._scratch / "after"
         try:
             await runtime.get(runtime.spec.workdir, after, max_bytes=MAX_WORKSPACE_BYTES, all_links=True)
-            changed = await asyncio.to_thread(_make_patch, self._snapshot, after)
-        except (TransferTooLargeError, OSError) as error:  # for people only: whose doing it is, the evaluator tells
+            patch = await asyncio.to_thread(_make_patch, self._snapshot, after)
+        except (TransferTooLargeError, OSError) as error:  # the diff is only for reading; the evaluator decides
             why = str(error)[:_MAX_ERROR_CHARS].encode(errors="backslashreplace")
-            self._folder.workspace_diff.write_bytes(b"# The workspace could not be taken: " + why + b"\n")
+            self._folder.workspace_diff.write_bytes(b"# The workspace could not be copied: " + why + b"\n")
             return b""
-        self._folder.workspace_diff.write_bytes(changed)
+        self._folder.workspace_diff.write_bytes(patch)
         await asyncio.to_thread(remove_tree, after)
-        return changed
+        return patch
 
     # The end
 
     async def _tear_down(self) -> None:
-        """Nobody cancels this: `cancel` does so only once, and we are past that."""
+        """Removes the session's runtimes and snapshot. `cancel` has no effect any more."""
         runtimes = [] if self._grading_work is None else list(self._grading_work.fresh_runtimes)
         if self._runtime is not None:
             runtimes.append(self._runtime)
-        answers = await asyncio.gather(*(runtime.remove() for runtime in runtimes), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):  # the next sweep finds it
-                log.error("session %s: a runtime could not be removed: %s", self.session_id, answer)
+        results = await asyncio.gather(*(runtime.remove() for runtime in runtimes), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):  # the next sweep removes it
+                log.error("session %s: a runtime could not be removed: %s", self.session_id, result)
         if self._expects_grading_runtime or (self._grading_work is not None and self._grading_work.expects_runtime):
             self._context.warm_pool.cancel_expected(self.plan.grading_recipe)
         if self._has_snapshot:
@@ -524,14 +527,14 @@ class SessionRun:
                 log.error("session %s: %s", self.session_id, error)
 
     async def _remove_scratch(self) -> None:
-        """As long as its scratch folder is there, a node that is killed has a session that it did not tell of."""
+        """The scratch folder marks a session without a recorded verdict, so it is removed last."""
         try:
             await asyncio.to_thread(remove_tree, self._scratch)
         except SandboxError as error:
             log.error("session %s: %s", self.session_id, error)
 
     async def _record_verdict(self, finished: FinishedSession) -> bool:
-        """Durable in the store first; the folder is for people. Whether the store took it."""
+        """Writes the verdict to the store, then to the session's folder. Returns whether the store has it."""
         is_recorded = True
         try:
             await self._context.sessions.end(self.session_id, finished.verdict)
@@ -552,9 +555,9 @@ def _make_session_folders(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def _version_range(exchanges: list[Exchange]) -> tuple[int, int] | None:
-    found = [span.version for exchange in exchanges for span in exchange.versions]
-    return (min(found), max(found)) if found else None
+def _find_version_range(exchanges: list[Exchange]) -> tuple[int, int] | None:
+    versions = [span.version for exchange in exchanges for span in exchange.versions]
+    return (min(versions), max(versions)) if versions else None
 
 
 def _make_patch(before: Path, after: Path) -> bytes:

@@ -1,9 +1,9 @@
-"""A stage: so many sessions may be in it at once, and the others wait, the most urgent first.
+"""Stages: each admits a fixed number of sessions at a time; the others wait, by priority.
 
     INIT ──► READY ──► RUN ──► POSTRUN
 
-A session leaves INIT only when READY has room: so READY is a bounded buffer of prepared sessions, and a run slot that
-falls free is filled by one of them at once.
+A session leaves INIT only when READY has room, so READY is a bounded buffer of prepared sessions that fills a free run
+slot at once.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class Stage:
         self.size = size
         self.active = 0
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._queue_changed = asyncio.Event()  # somebody who waited does so no more
+        self._queue_changed = asyncio.Event()  # a session has left the queue
         self._order = count()
 
     @property
@@ -31,8 +31,8 @@ class Stage:
         return sum(not turn.done() for _, _, turn in self._waiting)
 
     async def enter(self, priority: int = 0) -> None:
-        """Waits for room. Higher priorities go first, and among equals those who came first."""
-        if self.active < self.size:  # then nobody waits
+        """Waits for a slot. Higher priorities go first; equal ones in order of arrival."""
+        if self.active < self.size:  # then the queue is empty
             self.active += 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -41,13 +41,13 @@ class Stage:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.leave()  # the place was given at the same moment
+                self.leave()  # the slot was granted at the same moment
             raise
         finally:
             self._queue_changed.set()
 
     async def wait_until_queue_below(self, length: int) -> None:
-        """Until fewer than so many wait."""
+        """Waits until fewer than `length` sessions queue."""
         while self.waiting >= length:
             self._queue_changed.clear()
             await self._queue_changed.wait()
@@ -56,7 +56,7 @@ class Stage:
         while self._waiting:
             _, _, turn = heapq.heappop(self._waiting)
             if not turn.done():
-                turn.set_result(None)  # the place goes from hand to hand
+                turn.set_result(None)  # the slot is handed over
                 return
         self.active -= 1
 
@@ -70,7 +70,7 @@ class Stage:
 
 
 class StageTiming:
-    """When a session came into each stage, and how long it was there. A stage begins where the wait for it ends."""
+    """How long a session spent in each stage, and waiting between them."""
 
     def __init__(self) -> None:
         self.began_at = time.time()
@@ -78,7 +78,7 @@ class StageTiming:
         self._since = time.monotonic()
 
     def record(self, stage: str) -> None:
-        """What went on since the last call of this was `what`."""
+        """Adds the time since the last call to `stage`."""
         now = time.monotonic()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
         self._since = now

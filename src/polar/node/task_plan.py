@@ -1,4 +1,4 @@
-"""A task that can be run here: what its names stand for is found before the first of its sessions begins."""
+"""Task plans: the plug-ins and recipes behind a task's names, resolved before its first session begins."""
 
 import asyncio
 import shutil
@@ -15,8 +15,8 @@ from polar.evaluators import load_evaluator
 from polar.evaluators.base import Evaluator
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
-from polar.harnesses.cache import Installation, cache_folder, find_installation
-from polar.node.probes import upload_targets
+from polar.harnesses.cache import Installation, find_cache_folder, find_installation
+from polar.node.probes import list_upload_targets
 from polar.node.runtime_pool import RuntimeRecipe
 from polar.plugins import load
 from polar.records.task import AgentRequest, RuntimeRequest, Step, TaskRequest
@@ -28,7 +28,7 @@ from polar.runtimes.base import Limits, Mount, Network, RuntimeSpec
 class TaskPlan(Struct):
     task: TaskRequest
     harness: Harness
-    installed: Installation | None  # None: what the runtime has itself
+    installed: Installation | None  # None: the runtime has the harness itself
     settings: dict[str, Any]  # the harness's
     model: str
     evaluator: Evaluator | None
@@ -37,10 +37,10 @@ class TaskPlan(Struct):
 
     @property
     def private_paths(self) -> list[str]:
-        """Of the runtime: where the grader has files that the agent is not told of."""
+        """Paths in the runtime where the grader keeps files that the agent must not see."""
         runtime = self.task.runtime
-        prepared = upload_targets(runtime.prepare)
-        graders = [*getattr(self.evaluator, "private_paths", ()), *upload_targets(runtime.eval_prepare or [])]
+        prepared = list_upload_targets(runtime.prepare)
+        graders = [*getattr(self.evaluator, "private_paths", ()), *list_upload_targets(runtime.eval_prepare or [])]
         return [path for path in graders if path not in prepared]
 
     @property
@@ -55,7 +55,7 @@ class TaskPlan(Struct):
 
 
 def make_plan(task: TaskRequest, settings: NodeSettings) -> TaskPlan:
-    """Raises ConfigError, which says what of the task can't be."""
+    """Raises ConfigError, which names the field that can't be honoured."""
     agent, runtime = task.agent, task.runtime
     if runtime.gpus:
         raise ConfigError("runtime.gpus: runtimes have no GPUs here.")
@@ -64,14 +64,14 @@ def make_plan(task: TaskRequest, settings: NodeSettings) -> TaskPlan:
         raise ConfigError(f"agent.mcp_servers: {harness.name} takes none.")
     if agent.skills_path is not None and harness.skills_folder is None:
         raise ConfigError(f"agent.skills_path: {harness.name} has no skills.")
-    installed = find_installation(cache_folder(settings.harness_cache), harness, agent.version)
+    installed = find_installation(find_cache_folder(settings.harness_cache), harness, agent.version)
     shell = agent.custom_shell
     options = agent.settings | ({} if shell is None else {"command": shell.command})
-    program = harness.build_command(task.instruction, options)[0]  # and says what is wrong with the settings
-    # An image may have the harness itself, in a version that nobody named; without one there is this machine's at most.
+    program = harness.build_command(task.instruction, options)[0]  # also validates the settings
+    # An image may contain the harness in an unknown version; without an image, only this machine's PATH can.
     elsewhere = runtime.image is not None or "PATH" in runtime.env | agent.env or shutil.which(program) is not None
     if installed is None and (agent.version is not None or (harness.package is not None and not elsewhere)):
-        raise _not_installed_error(agent.harness)
+        raise _make_not_installed_error(agent.harness)
     load("builders", task.builder.strategy)
     grading_network: Network = "internet" if runtime.effective_network == "internet" else "none"
     return TaskPlan(
@@ -81,56 +81,57 @@ def make_plan(task: TaskRequest, settings: NodeSettings) -> TaskPlan:
         settings=options,
         model=agent.model_name or harness.default_model,
         evaluator=None if task.evaluator is None else load_evaluator(task.evaluator),
-        recipe=agent_recipe(runtime, installed, settings),
+        recipe=make_agent_recipe(runtime, installed, settings),
         grading_recipe=RuntimeRecipe(
             runtime.backend,
-            _runtime_spec(runtime, grading_network, (), settings),
-            _grading_steps(task),
+            _make_runtime_spec(runtime, grading_network, (), settings),
+            _list_grading_steps(task),
         ),
     )
 
 
-def _grading_steps(task: TaskRequest) -> tuple[Step, ...]:
+def _list_grading_steps(task: TaskRequest) -> tuple[Step, ...]:
     prepare, for_evaluator = task.runtime.prepare, task.runtime.eval_prepare
     if task.semantics.eval_prepare == "replace" and for_evaluator is not None:
         return tuple(for_evaluator)
     return (*prepare, *(for_evaluator or ()))
 
 
-def agent_recipe(runtime: RuntimeRequest, installed: Installation | None, settings: NodeSettings) -> RuntimeRecipe:
-    """Of a runtime that an agent will run in."""
+def make_agent_recipe(runtime: RuntimeRequest, installed: Installation | None, settings: NodeSettings) -> RuntimeRecipe:
+    """The recipe of an agent's runtime."""
     mounts = () if installed is None else (installed.mount(),)
-    return RuntimeRecipe(
-        runtime.backend, _runtime_spec(runtime, runtime.effective_network, mounts, settings), tuple(runtime.prepare)
-    )
+    spec = _make_runtime_spec(runtime, runtime.effective_network, mounts, settings)
+    return RuntimeRecipe(runtime.backend, spec, tuple(runtime.prepare))
 
 
-def prewarm_recipe(prewarm: PrewarmSettings, settings: NodeSettings) -> RuntimeRecipe:
-    """Raises ConfigError."""
+def make_prewarm_recipe(prewarm: PrewarmSettings, settings: NodeSettings) -> RuntimeRecipe:
+    """The recipe of a runtime that the operator wants kept ready. Raises ConfigError."""
     installed = None
     if prewarm.harness is not None:
         agent = AgentRequest(harness=prewarm.harness)
-        installed = find_installation(cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version)
+        installed = find_installation(
+            find_cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version
+        )
         if installed is None:
-            raise _not_installed_error(prewarm.harness)
+            raise _make_not_installed_error(prewarm.harness)
     try:
         runtime = RuntimeRequest.model_validate(prewarm.runtime)
     except ValidationError as error:
         raise ConfigError(f"[[node.prewarm]]: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}.") from error
-    return agent_recipe(runtime, installed, settings)
+    return make_agent_recipe(runtime, installed, settings)
 
 
-def _not_installed_error(harness: str) -> ConfigError:
+def _make_not_installed_error(harness: str) -> ConfigError:
     return ConfigError(f"{harness} is not installed: run `polar harness install {harness}`.")
 
 
-def _runtime_spec(
+def _make_runtime_spec(
     runtime: RuntimeRequest, network: Network, mounts: tuple[Mount, ...], settings: NodeSettings
 ) -> RuntimeSpec:
     limits = Limits(runtime.cpus, runtime.memory_mb, runtime.processes, runtime.disk_mb or settings.disk_mb)
     filtered = runtime.seccomp if isinstance(runtime.seccomp, bool) else tuple(sorted(set(runtime.seccomp)))
     if not isinstance(filtered, bool):
-        seccomp.parse_allowances(filtered)  # and says what it does not know
+        seccomp.parse_allowances(filtered)  # raises for unknown names
     return RuntimeSpec(
         image=runtime.image,
         workdir=runtime.workdir,
@@ -146,7 +147,7 @@ _MAX_PLANS = 256
 
 
 class PlanCache:
-    """Plans of the tasks that a rollout server gives to this node. Samples of a task share one."""
+    """Plans of the tasks that this node leases. Samples of a task share one plan."""
 
     def __init__(self, plan: Callable[[TaskRequest], Awaitable[TaskPlan]]) -> None:
         self._plan = plan
@@ -164,5 +165,5 @@ class PlanCache:
         try:
             return await asyncio.shield(planning)
         except Exception:
-            self._plans.pop(lease.digest, None)  # what is missing may be there the next time
+            self._plans.pop(lease.digest, None)  # the cause may be gone the next time
             raise

@@ -1,10 +1,10 @@
-"""A node at work for a rollout server: it leases sessions, runs them, sends heartbeats and reports results.
+"""A node's worker: leases sessions from a rollout server, runs them, sends heartbeats and reports results.
 
     lease ─► plan ─► submit ─► FinishedSession ─► outbox ─► finish
 
-The server may be here or elsewhere (protocol.RolloutServer), and may be away for a while: sessions go on meanwhile, and
-what has ended waits in the outbox. Each lease is held from when it comes until the server has answered to its end, or
-has said that it is lost. A lost session is cancelled here, and its result is dropped.
+The server may be local or remote (protocol.RolloutServer), and may be unreachable for a while: sessions continue, and
+their outcomes wait in the outbox. A lease is held until the server has acknowledged its outcome or declared it lost. A
+lost session is cancelled, and its result is dropped.
 """
 
 import asyncio
@@ -42,17 +42,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EngineProblems = dict[str, list[str]]
-"""By run: what of the wanted engines could not be had."""
+"""By run: what could not be applied of the desired engines."""
 
 
-_MAX_BATCH = 128  # ends that are told at once
-_RESULT_REFUSED = "result_refused"  # why there is no reward: the server can't keep what was told of the end
-_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 5.0  # seconds between two tries to reach the server
-_LEAVE_SECONDS = 20.0  # seconds in which a node that closes tells what it still can
+_MAX_BATCH = 128  # outcomes in one request
+_RESULT_REFUSED = "result_refused"  # the reason of sessions whose outcome the server refused to store
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 5.0  # between two attempts to reach the server
+_LEAVE_SECONDS = 20.0  # for the last outcomes and the farewell of a node that closes
 
 
 class SessionHandle(Protocol):
-    """A session that was taken in (node.Running)."""
+    """A submitted session (node.RunningSession)."""
 
     @property
     def finished(self) -> "asyncio.Future[FinishedSession]": ...
@@ -61,19 +61,19 @@ class SessionHandle(Protocol):
 
 
 class SessionHost(Protocol):
-    """What runs sessions (node.Node)."""
+    """Runs sessions (node.Node)."""
 
     async def plan(self, task: TaskRequest) -> TaskPlan: ...
 
     async def wait_for_room(self) -> None: ...
 
-    def free_slots(self) -> int: ...
+    def count_free_slots(self) -> int: ...
 
     async def submit(self, plan: TaskPlan, sample: int, work_id: int) -> SessionHandle: ...
 
 
 class WorkerContext(Struct):
-    """Where a worker works."""
+    """What a worker knows of its node, and how it reaches the node's engines and store."""
 
     node_id: str
     name: str
@@ -81,18 +81,18 @@ class WorkerContext(Struct):
     slots: int
     store: str  # the id of the store that sessions are written to
     replaces: list[str]
-    load: Callable[[], dict[str, Any]]
-    apply_engines: Callable[[DesiredEngines], Awaitable[EngineProblems]]  # makes engines and policy be like this here
+    get_load: Callable[[], dict[str, Any]]
+    apply_engines: Callable[[DesiredEngines], Awaitable[EngineProblems]]  # puts engines and policy in force here
     export_session: Callable[[str], Awaitable[bytes]]  # a copy of a session
-    disown_session: Callable[[str, str], Awaitable[None]]  # a session, for a reason: another one stands for its sample
-    stopped: list[str] = []  # of those that it replaces, the ones that had been told to end
-    mark_ending: Callable[[], None] | None = None  # leaves a note that this one was told to end
-    drain_seconds: float = 0.0  # that sessions may go on when the node is told to drain
-    stays_when_drained: bool = False  # drained, it takes no more sessions, but goes on following engines
+    disown_session: Callable[[str, str], Awaitable[None]]  # revokes a session's reward, with the reason
+    stopped: list[str] = []  # the nodes among `replaces` that had been asked to stop
+    mark_ending: Callable[[], None] | None = None  # records on disk that this node was asked to stop
+    drain_seconds: float = 0.0  # how long running sessions may continue once the node drains
+    stays_when_drained: bool = False  # a drained node leases nothing, but still follows the engines
 
 
 class _LeasedSession:
-    """A lease, and what goes on because of it."""
+    """A lease, and the session that runs for it."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -115,8 +115,8 @@ class Worker:
         context: WorkerContext,
         keep_alive: KeepAlive | None = None,
     ) -> None:
-        """Without a host it leases nothing, and only follows what is said of engines and the policy. `keep_alive` beats
-        while this loop is busy; a server on the same loop is just as busy, and needs none."""
+        """Without a host, the worker leases nothing and only follows the engines and the policy. `keep_alive` sends
+        heartbeats while this event loop is busy; a server on the same loop does not need them."""
         self._server = server
         self._host = host
         self._context = context
@@ -124,16 +124,16 @@ class Worker:
         self._held: dict[LeaseId, _LeasedSession] = {}
         self._plan_cache = None if host is None else PlanCache(host.plan)
         self._outbox: list[_LeasedSession] = []
-        self._outbox_filled = asyncio.Event()  # something is in the outbox
-        self._idle = asyncio.Event()  # nothing is held
+        self._outbox_filled = asyncio.Event()  # the outbox is not empty
+        self._idle = asyncio.Event()  # no lease is held
         self._idle.set()
         self._join_response: JoinResponse | None = None
         self._join_lock = asyncio.Lock()
-        self._beat_now = asyncio.Event()  # there is something to say before the next beat
+        self._beat_now = asyncio.Event()  # a heartbeat is due before its time
         self._engine_follower = EngineFollower(context.apply_engines, self._beat_now.set)
         self._draining = asyncio.Event()
-        self._ending = False  # somebody told this process to end
-        self._lease_delay = 0.0  # seconds before more is leased, where sessions can't begin
+        self._ending = False  # this process was asked to stop
+        self._lease_delay = 0.0  # seconds to wait before leasing again, while sessions can't begin
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -141,14 +141,14 @@ class Worker:
         return self._context.node_id
 
     async def run(self, stop: asyncio.Event, drain: asyncio.Event | None = None) -> None:
-        """Until `stop`, or until the server has it drained. Then what still runs is handed back, and it leaves. With
-        `drain`, sessions first get `drain_seconds` to end by themselves, and no more begin."""
+        """Runs until `stop` is set or the server drains this node; then hands back the sessions that still run and
+        leaves. When `drain` is set, no session begins any more, and running ones get `drain_seconds` to finish."""
         stopping = asyncio.ensure_future(stop.wait())
         winding_down = asyncio.ensure_future((drain or asyncio.Event()).wait())
         ends = {stopping, winding_down}
         joining = asyncio.ensure_future(self._join())
         await asyncio.wait({*ends, joining}, return_when=asyncio.FIRST_COMPLETED)
-        if not joining.done():  # it is told to end before a server answered
+        if not joining.done():  # asked to stop before a server answered
             for task in (joining, *ends):
                 task.cancel()
             return
@@ -174,10 +174,10 @@ class Worker:
             await asyncio.gather(*ends, draining, *self._tasks, return_exceptions=True)
 
     def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> "asyncio.Task[None]":
-        async def done() -> None:
+        async def run() -> None:
             await work(*arguments)
 
-        task = asyncio.get_running_loop().create_task(done())
+        task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -185,40 +185,42 @@ class Worker:
     # The server
 
     async def _join(self) -> None:
-        place = self._context
-        joining = JoinRequest(
-            node_id=place.node_id,
-            name=place.name,
-            backends=place.backends,
-            slots=place.slots,
-            store=place.store,
-            replaces=place.replaces,
-            stopped=place.stopped,
+        context = self._context
+        request = JoinRequest(
+            node_id=context.node_id,
+            name=context.name,
+            backends=context.backends,
+            slots=context.slots,
+            store=context.store,
+            replaces=context.replaces,
+            stopped=context.stopped,
         )
-        self._join_response = await self._retry_until_reached(lambda: self._server.join(joining))
+        self._join_response = await self._retry_until_reached(lambda: self._server.join(request))
         self._engine_follower.set_wanted(self._join_response.engines)
 
     async def _retry_until_reached(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Until the server answers."""
-        wait = _FIRST_RETRY_SECONDS
+        """Repeats the call until the server answers."""
+        delay = _FIRST_RETRY_SECONDS
         while True:
             try:
                 return await call()
             except (ServerUnreachable, StoreError) as error:
-                log.log(logging.WARNING if wait == _FIRST_RETRY_SECONDS else logging.DEBUG, "%s", error)
-            await asyncio.sleep(wait)
-            beat = _MAX_RETRY_SECONDS if self._join_response is None else self._join_response.beat
-            wait = min(2 * wait, _MAX_RETRY_SECONDS, beat)  # a server that is back has to hear of us within a term
+                log.log(logging.WARNING if delay == _FIRST_RETRY_SECONDS else logging.DEBUG, "%s", error)
+            await asyncio.sleep(delay)
+            max_delay = _MAX_RETRY_SECONDS if self._join_response is None else self._join_response.beat
+            delay = min(
+                2 * delay, _MAX_RETRY_SECONDS, max_delay
+            )  # a server that is back has to hear of us within a term
 
     async def _call_as_member(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The same, as a member: where the server does not know us, we join first."""
+        """Repeats the call until the server answers it; joins again where the server does not know this node."""
         while True:
-            joined = self._join_response
+            response = self._join_response
             try:
                 return await self._retry_until_reached(call)
             except UnknownNode as error:
                 async with self._join_lock:
-                    if self._join_response is joined:  # else another of our calls has done so
+                    if self._join_response is response:  # else a concurrent call has joined already
                         log.warning("%s", error)
                         await self._join()
 
@@ -226,13 +228,13 @@ class Worker:
 
     async def _lease_work(self) -> None:
         host = self._host
-        while host is not None and not self._draining.is_set():  # whatever a server that was started since then says
+        while host is not None and not self._draining.is_set():
             await asyncio.sleep(self._lease_delay)
             await host.wait_for_room()
-            beginning = sum(session.running is None and session.ended is None for session in self._held.values())
-            room = host.free_slots() - beginning
+            starting = sum(session.running is None and session.ended is None for session in self._held.values())
+            room = host.count_free_slots() - starting
             if room <= 0:
-                await asyncio.sleep(0.01)  # those that begin are about to take their places
+                await asyncio.sleep(0.01)  # sessions that are starting will take the free slots
                 continue
             for lease in await self._call_as_member(
                 lambda room=room: self._server.lease(self._context.node_id, list(self._held), room)  # type: ignore[misc]
@@ -244,112 +246,112 @@ class Worker:
         await asyncio.Event().wait()
 
     async def _run_session(self, session: _LeasedSession) -> None:
-        """One session, to its place in the outbox."""
+        """Runs a session and puts its outcome into the outbox."""
         session.ended = await self._run_to_outcome(session)
         if self._held.get(session.lease.lease_id) is session:
             self._outbox.append(session)
             self._outbox_filled.set()
-        else:  # it was lost meanwhile, and may have come again
+        else:  # the lease was lost meanwhile, and may have been granted anew
             await self._disown(session.ended)
 
-    async def _disown(self, ended: SessionOutcome) -> None:
-        """What it earned, another session earns: nobody is to find both."""
-        if ended.session_id is not None:
+    async def _disown(self, outcome: SessionOutcome) -> None:
+        """Revokes the reward of a session whose sample another session has taken over, so that only one counts."""
+        if outcome.session_id is not None:
             try:
-                await self._context.disown_session(ended.session_id, "superseded")
+                await self._context.disown_session(outcome.session_id, "superseded")
             except StoreError as error:
-                log.error(
-                    "Session %s still has its reward, though another one took its place: %s", ended.session_id, error
-                )
+                log.error("The reward of the superseded session %s could not be revoked: %s", outcome.session_id, error)
 
     async def _run_to_outcome(self, session: _LeasedSession) -> SessionOutcome:
         lease, host = session.lease, self._host
         assert host is not None
         assert self._plan_cache is not None
-        ended = SessionOutcome(lease.work_id, lease.fence, None)
+        outcome = SessionOutcome(lease.work_id, lease.fence, None)
         try:
             plan = await self._plan_cache.get(lease)
-            if self._ending:  # it was on its way here: others may have it
-                ended.reason = INTERRUPTED
-                return ended
+            if self._ending:  # the lease was granted while this node began to stop: another node may have it
+                outcome.reason = INTERRUPTED
+                return outcome
             try:
                 session.running = await host.submit(plan, lease.sample, lease.work_id)
             except (StoreError, OSError) as error:
-                # Our disk is full, say. Nothing was begun: others may have it, and we take no more for a while.
+                # The disk is full, for example. Nothing was begun: another node may have it. Lease less often.
                 log.warning("A session of task %s could not begin here: %s", lease.task_id, error)
                 self._lease_delay = min(2 * self._lease_delay or _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
-                ended.reason, ended.error = INTERRUPTED, str(error)
-                return ended
-        except ConfigError as error:  # others may be able to
+                outcome.reason, outcome.error = INTERRUPTED, str(error)
+                return outcome
+        except ConfigError as error:  # another node may be able to run it
             self._lease_delay = min(2 * self._lease_delay or _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
-            ended.reason, ended.error = NOT_RUNNABLE, str(error)
-            return ended
+            outcome.reason, outcome.error = NOT_RUNNABLE, str(error)
+            return outcome
         except Exception as error:
             if not isinstance(error, PolarError):
                 log.exception("A session of task %s could not begin", lease.task_id)
-            ended.reason, ended.error = "node_failed", str(error)
-            return ended
+            outcome.reason, outcome.error = "node_failed", str(error)
+            return outcome
         self._lease_delay = 0.0
         if session.cancelled is not None:  # while it began
             session.running.cancel()
         try:
-            # Shielded: who ends this ends not the session, which is being torn down.
-            return _fill_outcome(ended, await asyncio.shield(session.running.finished), session.cancelled)
+            # Shielded: cancelling the worker must not cancel a session that is being torn down.
+            return _fill_outcome(outcome, await asyncio.shield(session.running.finished), session.cancelled)
         except Exception as error:
             log.exception("A session of task %s failed", lease.task_id)
-            ended.reason, ended.error = "node_failed", repr(error)
-            return ended
+            outcome.reason, outcome.error = "node_failed", repr(error)
+            return outcome
 
     async def _send_outcomes(self) -> None:
         while True:
             await self._outbox_filled.wait()
             batch = self._outbox[:_MAX_BATCH]
-            ended = [session.ended for session in batch if session.ended is not None]
-            await self._send_copies(ended)
-            answers = await self._finish(ended)
+            outcomes = [session.ended for session in batch if session.ended is not None]
+            await self._send_copies(outcomes)
+            statuses = await self._finish(outcomes)
             del self._outbox[: len(batch)]
-            for session, answer in zip(batch, answers, strict=True):
-                if answer == "lost":
-                    log.warning("Session of task %s came too late: it was leased anew.", session.lease.task_id)
+            for session, status in zip(batch, statuses, strict=True):
+                if status == "lost":
+                    log.warning("The outcome of a session of task %s came too late.", session.lease.task_id)
                     if session.ended is not None:
                         await self._disown(session.ended)
                 self._release(session.lease.lease_id)
             if not self._outbox:
                 self._outbox_filled.clear()
 
-    async def _finish(self, ended: list[SessionOutcome]) -> list[FinishStatus]:
-        """Where one can't be taken as it is, the others are, and its work ends all the same."""
+    async def _finish(self, outcomes: list[SessionOutcome]) -> list[FinishStatus]:
+        """Reports outcomes. One that the server refuses is replaced by an error, and the others are still reported."""
         try:
-            return await self._retry_until_reached(lambda: self._server.finish(self._context.node_id, ended))
+            return await self._retry_until_reached(lambda: self._server.finish(self._context.node_id, outcomes))
         except ConfigError as error:
-            if len(ended) > 1:
-                return [answer for one in ended for answer in await self._finish([one])]
-            (one,) = ended
-            if one.reason == _RESULT_REFUSED:  # it is not what is said, but who says it
+            if len(outcomes) > 1:
+                return [status for outcome in outcomes for status in await self._finish([outcome])]
+            (outcome,) = outcomes
+            if outcome.reason == _RESULT_REFUSED:  # the server refuses this node, not the outcome
                 raise
-            log.error("The end of a session was not taken: %s", error)
-            refused = SessionOutcome(one.work_id, one.fence, one.session_id, reason=_RESULT_REFUSED, error=str(error))
+            log.error("The server refused a session's outcome: %s", error)
+            refused = SessionOutcome(
+                outcome.work_id, outcome.fence, outcome.session_id, reason=_RESULT_REFUSED, error=str(error)
+            )
             return await self._finish([refused])
 
-    async def _send_copies(self, ended: list[SessionOutcome]) -> None:
-        """Where the server can't read our store, it gets what it needs of it."""
+    async def _send_copies(self, outcomes: list[SessionOutcome]) -> None:
+        """Sends copies of the sessions to a server that can't read this node's store."""
         assert self._join_response is not None
         if self._join_response.shares_store:
             return
-        for one in ended:
-            if one.session_id is not None:
+        for outcome in outcomes:
+            if outcome.session_id is not None:
                 try:
-                    data = await self._context.export_session(one.session_id)
-                except StoreError as error:  # without its calls it is of no use; another try has some
-                    one.session_id, one.reward, one.reason, one.error = None, None, "store_failed", str(error)
+                    data = await self._context.export_session(outcome.session_id)
+                except StoreError as error:  # a session without its calls is useless: it has to be run again
+                    _drop_result(outcome, "store_failed", error)
                     continue
                 try:
                     await self._call_as_member(lambda data=data: self._server.send_session(self._context.node_id, data))  # type: ignore[misc]
-                except ConfigError as error:  # too large, say: it will not be taken the next time either
-                    one.session_id, one.reward, one.reason, one.error = None, None, "copy_refused", str(error)
+                except ConfigError as error:  # too large, for example: the server would refuse it again
+                    _drop_result(outcome, "copy_refused", error)
 
-    def _release(self, held: LeaseId) -> None:
-        self._held.pop(held, None)
+    def _release(self, lease_id: LeaseId) -> None:
+        self._held.pop(lease_id, None)
         if not self._held:
             self._idle.set()
 
@@ -359,21 +361,21 @@ class Worker:
         while True:
             self._beat_now.clear()
             beat = asyncio.ensure_future(self._call_as_member(self._send_heartbeat))
-            tell = asyncio.ensure_future(self._beat_now.wait())
+            change = asyncio.ensure_future(self._beat_now.wait())
             try:
-                await asyncio.wait({beat, tell}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({beat, change}, return_when=asyncio.FIRST_COMPLETED)
                 if beat.done():
                     self._apply_orders(beat.result())
             finally:
-                for task in (beat, tell):
+                for task in (beat, change):
                     task.cancel()
-                await asyncio.gather(beat, tell, return_exceptions=True)
+                await asyncio.gather(beat, change, return_exceptions=True)
 
     async def _send_heartbeat(self) -> HeartbeatResponse:
-        holding = [held for held, session in self._held.items() if session.ended is None]
+        holding = [lease_id for lease_id, session in self._held.items() if session.ended is None]
         beat = Heartbeat(
             holding,
-            self._context.load(),
+            self._context.get_load(),
             seen=self._engine_follower.wanted.generation,
             applied=self._engine_follower.applied_generation,
             problems=self._engine_follower.problems,
@@ -384,12 +386,12 @@ class Worker:
         return await self._server.heartbeat(self._context.node_id, beat)
 
     def _apply_orders(self, orders: HeartbeatResponse) -> None:
-        for held in orders.lost:
-            session = self._held.get(held)
+        for lease_id in orders.lost:
+            session = self._held.get(lease_id)
             if session is not None and session.ended is None:
-                log.warning("A session of task %s was lost to another node.", session.lease.task_id)
+                log.warning("The lease of a session of task %s was lost.", session.lease.task_id)
                 session.cancel("lease_lost")
-                self._release(held)
+                self._release(lease_id)
         for cancel in orders.cancel:
             if cancel.held in self._held:
                 self._held[cancel.held].cancel(cancel.reason)
@@ -406,7 +408,7 @@ class Worker:
 
     async def _wait_until_drained(self) -> None:
         await self._draining.wait()
-        log.info("The server has this node drained: it takes no more sessions.")
+        log.info("The server drains this node: it takes no more sessions.")
         await (asyncio.Event() if self._context.stays_when_drained else self._idle).wait()
 
     def _announce_end(self) -> None:
@@ -417,61 +419,66 @@ class Worker:
         self._beat_now.set()
 
     async def _wind_down(self, until: "set[asyncio.Future[Any]]") -> None:
-        """Sessions get some time to end; the server gives this node no more, and blames none should it be killed."""
+        """Gives running sessions time to finish. The server leases this node nothing more, and should the node be
+        killed, blames none of its sessions."""
         self._announce_end()
         if self._held:
-            log.warning("Told to end: %d sessions get %g seconds.", len(self._held), self._context.drain_seconds)
+            log.warning("Asked to stop: %d sessions get %g seconds.", len(self._held), self._context.drain_seconds)
         idle = asyncio.ensure_future(self._idle.wait())
         until = {*until, idle}
         await asyncio.wait(until, timeout=self._context.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         if self._held:
-            log.warning("%d sessions did not end in time: others get them.", len(self._held))
+            log.warning("%d sessions did not finish in time: other nodes will run them.", len(self._held))
 
     async def _leave(self, leasing: "asyncio.Task[None]", beating: "asyncio.Task[None]") -> None:
-        """Hands back what still runs, tells all that is known, and leaves; as far as the server can be reached."""
+        """Hands back the sessions that still run, reports the rest and leaves, as far as the server can be reached."""
         leasing.cancel()
         for session in self._held.values():
             session.cancel(INTERRUPTED)
         try:
             async with asyncio.timeout(_LEAVE_SECONDS):
                 await self._idle.wait()
-                beating.cancel()  # a beat that is answered after we left would make us join again
+                beating.cancel()  # a heartbeat answered after we left would make us join again
                 await asyncio.wait({beating})
                 if self._keep_alive is not None:
                     self._keep_alive.forget()
                 await self._server.leave(self._context.node_id)
         except (TimeoutError, UnknownNode, ServerUnreachable, StoreError) as error:
-            log.warning("The server was not told that this node ends (%r): it will notice.", error)
+            log.warning("Could not tell the server that this node stops (%r): it will notice.", error)
 
 
-def _fill_outcome(ended: SessionOutcome, finished: FinishedSession, cancelled: str | None) -> SessionOutcome:
+def _drop_result(outcome: SessionOutcome, reason: str, error: Exception) -> None:
+    outcome.session_id, outcome.reward, outcome.reason, outcome.error = None, None, reason, str(error)
+
+
+def _fill_outcome(outcome: SessionOutcome, finished: FinishedSession, cancelled: str | None) -> SessionOutcome:
     verdict = finished.verdict
-    ended.session_id = finished.session_id
-    ended.reward = verdict.reward
-    ended.reason = cancelled if verdict.reason == "cancelled" and cancelled is not None else verdict.reason
-    ended.error = finished.error
-    ended.outcome = None if finished.outcome is None else msgspec.to_builtins(finished.outcome)
-    ended.detail = verdict.detail
-    ended.evidence = verdict.evidence
-    ended.seconds = finished.seconds
-    ended.turns = finished.turns
-    ended.tokens = finished.tokens
+    outcome.session_id = finished.session_id
+    outcome.reward = verdict.reward
+    outcome.reason = cancelled if verdict.reason == "cancelled" and cancelled is not None else verdict.reason
+    outcome.error = finished.error
+    outcome.outcome = None if finished.outcome is None else msgspec.to_builtins(finished.outcome)
+    outcome.detail = verdict.detail
+    outcome.evidence = verdict.evidence
+    outcome.seconds = finished.seconds
+    outcome.turns = finished.turns
+    outcome.tokens = finished.tokens
     if finished.versions is not None:
-        ended.oldest_version, ended.newest_version = finished.versions
-    return ended
+        outcome.oldest_version, outcome.newest_version = finished.versions
+    return outcome
 
 
 class EngineFollower:
-    """Puts in force here what a rollout server wants of the engines.
+    """Applies the engines and policy that the rollout server desires.
 
-    `applied_generation` is in force, but for `problems`, which are tried again.
+    `applied_generation` is in force, except for `problems`, which are retried.
     """
 
     def __init__(
         self, apply: Callable[[DesiredEngines], Awaitable[EngineProblems]], on_change: Callable[[], None]
     ) -> None:
-        """`on_change` is called when there is something new to say of it."""
+        """`on_change` is called when the applied generation or its problems have changed."""
         self._apply = apply
         self._on_change = on_change
         self._wanted_changed = asyncio.Event()
@@ -484,13 +491,13 @@ class EngineFollower:
         self._wanted_changed.set()
 
     async def follow(self, retry_seconds: float) -> None:
-        """Runs until it is cancelled. What fails is tried again after so many seconds."""
+        """Runs until it is cancelled. Failures are retried after `retry_seconds`."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._wanted_changed.wait()
                 self._wanted_changed.clear()
                 self.problems = {}
-                # In a task of its own: an older one may still wait for calls to end.
+                # In a task of its own: an older generation may still wait for calls to end.
                 tasks.create_task(self._apply_until_done(self.wanted, retry_seconds))
 
     async def _apply_until_done(self, wanted: DesiredEngines, retry_seconds: float) -> None:
@@ -498,7 +505,7 @@ class EngineFollower:
             try:
                 problems = await self._apply(wanted)
             except Exception as error:
-                log.exception("What is wanted of the engines could not be put in force")
+                log.exception("The desired state of the engines could not be applied")
                 problems = {run: [repr(error)] for run in wanted.pools}
             if wanted is not self.wanted:
                 return

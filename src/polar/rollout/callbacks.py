@@ -1,8 +1,8 @@
-"""Finished tasks, posted to the address that each of them names until somebody there acknowledges it.
+"""Callbacks: posts each finished task to its callback URL until the receiver acknowledges it.
 
-At least once: a receiver tells a repetition by its `Idempotency-Key`. Which tasks still have to be told is in the
-queue, so a restart begins where the last server stopped. An address is taken from whoever submits a task, and so is
-asked for nothing but what the operator allows: hosts by name, no redirects, no proxies, no token of ours.
+Delivery is at least once: a receiver recognizes a repetition by its `Idempotency-Key`. The queue remembers which tasks
+are not acknowledged, so a restart resumes where the last server stopped. Whoever submits a task chooses the URL, so the
+operator restricts the hosts by name, and requests follow no redirects, use no proxies and carry no token of ours.
 """
 
 import asyncio
@@ -29,49 +29,49 @@ from polar.rollout.result_pages import ResultPages
 log = logging.getLogger(__name__)
 
 MAX_POSTS_PER_HOST = 4
-"""Posts to one host at the same time: one that hangs keeps nobody waiting but its own."""
+"""Concurrent posts to one host, so that a host that hangs delays only its own callbacks."""
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS, _REFUSED_RETRY_SECONDS = 1.0, 300.0, 60.0
-"""Seconds before the next try: at first, at most, and at least where the receiver knows of no such task."""
+"""Delays before a retry: the first, the largest, and the smallest one after a status in _REFUSAL_STATUSES."""
 _REFUSAL_STATUSES = frozenset((404, 410, 422))
-_RESPONSE_SECONDS = 60.0  # seconds that a receiver may take to say anything
-_TASKS_PER_READ = 500  # tasks at once
+_RESPONSE_SECONDS = 60.0  # for a receiver to answer
+_TASKS_PER_READ = 500
 
 
 class CallbackSource(Protocol):
-    """What is asked of the rollout server."""
+    """What callbacks need of the rollout service."""
 
     @property
     def events(self) -> EventBus: ...
 
-    async def task(self, run: str, task_id: str) -> TaskRow | None: ...
+    async def get_task(self, run: str, task_id: str) -> TaskRow | None: ...
 
-    async def tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]: ...
+    async def list_tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]: ...
 
     async def finish_callback(self, run: str, task_id: str, *, acknowledged: bool = True) -> None: ...
 
 
 class AllowedHosts:
-    """The addresses that may be posted to."""
+    """The hosts that callbacks may be posted to."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._hosts = {host.lower() for host in settings.callback_hosts}
         self._loopback = not settings.callback_hosts and is_loopback(settings.host)
 
     def find_problem(self, url: str) -> str | None:
-        """Why not this one."""
+        """Why this URL is not allowed; None where it is."""
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port
-            same = URL(url)  # what is checked must be what is connected to
-            connected = (same.host or "").lower(), same.explicit_port
+            parsed = URL(url)  # what is checked must be what is connected to
+            parsed_address = (parsed.host or "").lower(), parsed.explicit_port
         except ValueError:
-            return f"callback_url is no address: {url!r}"
+            return f"callback_url {url!r} is not a URL"
         if parts.scheme not in ("http", "https") or not host or not url.isprintable():
-            return "callback_url must begin with http:// or https:// and name a host"
+            return f"callback_url {url!r} must begin with http:// or https:// and name a host"
         if "@" in parts.netloc or "\\" in url:
-            return "callback_url must not hold a name or a password"
-        if connected != (host, port):
-            return "callback_url can't be read in one way only"
+            return "callback_url must not contain a user name or password"
+        if parsed_address != (host, port):
+            return f"callback_url {url!r} is ambiguous: parsers disagree about its host"
         default = 443 if parts.scheme == "https" else 80
         bracketed = f"[{host}]" if ":" in host else host
         if self._loopback and is_loopback(host):
@@ -95,7 +95,7 @@ class Callbacks:
         self._deliveries: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None]
         self._http: aiohttp.ClientSession
-        self.on_given_up: Callable[[], None] = lambda: None  # is told of each that nobody acknowledged
+        self.on_given_up: Callable[[], None] = lambda: None  # called for each callback that is given up
 
     async def __aenter__(self) -> "Callbacks":
         self._http = aiohttp.ClientSession(
@@ -116,17 +116,17 @@ class Callbacks:
         await self._http.close()
 
     async def wait_until_failed(self) -> None:
-        """Until it has ended before its time."""
+        """Returns when delivery has failed; runs until then."""
         await asyncio.wait({self._watching})
         if not self._watching.cancelled() and (error := self._watching.exception()) is not None:
             log.error("Callbacks are not sent any more", exc_info=error)
 
     def count_pending(self) -> int:
-        """Tasks whose callbacks nobody has acknowledged yet."""
+        """Tasks whose callbacks are not acknowledged yet."""
         return len(self._deliveries)
 
     async def _watch(self) -> None:
-        """All that waits now; then whatever ends. Where this listened too slowly, it looks through everything again."""
+        """Delivers pending callbacks, then those of tasks as they end. Starts over where events were missed."""
         while not self._rollout.events.closed:
             ended = self._rollout.events.subscribe()
             await self._start_pending()
@@ -141,7 +141,7 @@ class Callbacks:
         pauses = backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
         while True:
             try:
-                rows = await self._rollout.tasks_awaiting_callback(_TASKS_PER_READ, after)
+                rows = await self._rollout.list_tasks_awaiting_callback(_TASKS_PER_READ, after)
             except StoreError as error:
                 log.warning("Callbacks wait for the store: %s", error)
                 await asyncio.sleep(next(pauses))
@@ -155,18 +155,18 @@ class Callbacks:
     def _start_delivery(self, run: str, task_id: str) -> None:
         key = run, task_id
         if key not in self._deliveries:
-            self._deliveries[key] = telling = asyncio.create_task(self._deliver(run, task_id))
-            telling.add_done_callback(lambda _: self._forget(key, telling))
+            self._deliveries[key] = delivery = asyncio.create_task(self._deliver(run, task_id))
+            delivery.add_done_callback(lambda _: self._forget(key, delivery))
 
-    def _forget(self, key: tuple[str, str], telling: "asyncio.Task[None]") -> None:
-        if self._deliveries.get(key) is telling:  # and not one that was begun anew
+    def _forget(self, key: tuple[str, str], delivery: "asyncio.Task[None]") -> None:
+        if self._deliveries.get(key) is delivery:  # not a restarted one
             del self._deliveries[key]
 
     def _restart_delivery(self, run: str, task_id: str) -> None:
-        """At the address that the task names now, without waiting for the next try at the old one."""
-        telling = self._deliveries.pop((run, task_id), None)
-        if telling is not None:
-            telling.cancel()
+        """Delivers to the task's new URL at once."""
+        delivery = self._deliveries.pop((run, task_id), None)
+        if delivery is not None:
+            delivery.cancel()
         self._start_delivery(run, task_id)
 
     async def _deliver(self, run: str, task_id: str) -> None:
@@ -175,7 +175,7 @@ class Callbacks:
         pauses = backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
         for attempt in count(1):
             try:
-                task = await self._rollout.task(run, task_id)
+                task = await self._rollout.get_task(run, task_id)
                 if task is None or task.callback != "waiting" or task.state == "running":  # it may be run again
                     return
                 problem, retry_slowly = await self._post(task, attempt)
@@ -183,14 +183,14 @@ class Callbacks:
                     await self._rollout.finish_callback(run, task_id)
                     return
                 if now() >= deadline:
-                    log.error("Nobody acknowledged the end of task %s; it is told no more: %s", task_id, problem)
+                    log.error("The callback of task %s is given up: %s", task_id, problem)
                     self._rollout.events.publish("callback.failed", run=run, task_id=task_id, error=problem)
                     await self._rollout.finish_callback(run, task_id, acknowledged=False)
                     self.on_given_up()
                     return
-                log.info("The end of task %s is told again later: %s", task_id, problem)
+                log.info("The callback of task %s is retried later: %s", task_id, problem)
             except StoreError as error:
-                log.warning("The end of task %s is told when the store is back: %s", task_id, error)
+                log.warning("The callback of task %s waits for the store: %s", task_id, error)
                 retry_slowly = False
             pause = next(pauses)
             await asyncio.sleep(
@@ -198,17 +198,19 @@ class Callbacks:
             )
 
     async def _post(self, task: TaskRow, attempt: int) -> tuple[str | None, bool]:
-        """What went wrong, and whether it is of little use to ask again soon."""
+        """The problem, if any, and whether to retry slowly."""
         url = parse_callback_url(task.request) or ""
-        problem = self.allowed_hosts.find_problem(url)  # the settings may be others than when it was submitted
+        problem = self.allowed_hosts.find_problem(url)  # settings may have changed since the task was submitted
         if problem is not None:
             return problem, True
         headers = {
             "Content-Type": "application/json",
-            "Idempotency-Key": idempotency_key(task),
+            "Idempotency-Key": make_idempotency_key(task),
             "X-Polar-Attempt": str(attempt),
         }
-        shown = urlsplit(url)._replace(query="", fragment="").geturl()  # a secret of the receiver's may stand there
+        public_url = (
+            urlsplit(url)._replace(query="", fragment="").geturl()
+        )  # a secret of the receiver's may stand there
         async with self._host_limits.setdefault(urlsplit(url).netloc, asyncio.Semaphore(MAX_POSTS_PER_HOST)):
             try:
                 async with self._http.post(
@@ -217,10 +219,10 @@ class Callbacks:
                     status = response.status
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-                return f"{shown} can't be reached: {why}", False
-        return (None if 200 <= status < 300 else f"{shown} answered {status}"), status in _REFUSAL_STATUSES
+                return f"{public_url} can't be reached: {why}", False
+        return (None if 200 <= status < 300 else f"{public_url} answered {status}"), status in _REFUSAL_STATUSES
 
 
-def idempotency_key(task: TaskRow) -> str:
-    """The same whenever this task's end is told."""
+def make_idempotency_key(task: TaskRow) -> str:
+    """The same key for every delivery of this task's end."""
     return hashlib.blake2b(f"{task.run}\0{task.task_id}\0{task.cursor}".encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Engines and the policy: changed here once, and in force at every node when the caller is answered."""
+"""Changes to engines and policy: each is in force at every node when the caller is answered."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from polar.store.base import Store
 
 
 class NotAppliedYet(PolarError):
-    """Some nodes have not done in time what was asked of all; they still will."""
+    """Some nodes did not apply a change in time; they still will."""
 
 
 class EngineController:
@@ -28,58 +28,60 @@ class EngineController:
         self._queue = queue
         self._store = store
         self._events = events
-        self._pause_requests: defaultdict[str, int] = defaultdict(int)  # of those who pause and resume, by run
+        self._pause_requests: defaultdict[str, int] = defaultdict(int)  # pauses and resumes so far, by run
 
     @property
     def engines(self) -> DesiredEngines:
         return self._run_registry.engines
 
-    def replica_urls(self, run: str) -> list[str]:
-        return self._run_registry.replica_urls(run)
+    def get_replica_urls(self, run: str) -> list[str]:
+        return self._run_registry.get_replica_urls(run)
 
     async def add_replica(self, run: str, url: str, version: int | None, seconds: float) -> None:
         url = normalize_engine_url(url)
         for other, pool in self._run_registry.engines.pools.items():
             if other != run and any(replica.url == url for replica in pool.replicas):
-                raise ConfigError(f"{url} is an engine of the run {other}: what pauses one would pause the other.")
+                raise ConfigError(f"{url} is an engine of the run {other}: pausing one run would pause the other.")
         if version is not None:
             await self._store.set_policy_versions({url: version})
             self._run_registry.versions[url] = version
-        had = url in self._run_registry.engines.pools.get(run, DesiredPool()).replica_urls
+        was_present = url in self._run_registry.engines.pools.get(run, DesiredPool()).replica_urls
         self._run_registry.add_replica(run, url)
         try:
             await self._apply_everywhere(run, "engines.changed", seconds)
-        except EngineError:  # it has another model than the run, say
-            if not had and self._run_registry.remove_replica(run, url):
+        except EngineError:  # it serves another model than the run's, for example
+            if not was_present and self._run_registry.remove_replica(run, url):
                 with contextlib.suppress(EngineError, NotAppliedYet):
                     await self._apply_everywhere(run, "engines.changed", seconds)
             raise
 
     def describe_engine(self, run: str) -> RunEngine:
-        return self._run_registry.pool_state(run).engine
+        return self._run_registry.get_pool(run).engine
 
     async def set_engine(self, run: str, engine: RunEngine, seconds: float) -> None:
-        """What the run's engines are; those that it has must be of that kind and model."""
+        """Sets the kind and model of the run's engines; those that it has must match."""
         if run == DEFAULT_RUN:
-            raise ConfigError(f"The engine of the run {DEFAULT_RUN} is what [engine] says: give another run its own.")
-        self._run_registry.settings(run).engine = engine
+            raise ConfigError(
+                f"The engine of the run {DEFAULT_RUN} comes from the [engine] settings: set an engine for another run."
+            )
+        self._run_registry.get_settings(run).engine = engine
         await self._apply_everywhere(run, "engines.changed", seconds)
 
     async def remove_replica(self, run: str, url: str, seconds: float) -> bool:
-        """False where it is none of the run's own."""
+        """False where the run has no such replica of its own."""
         if not self._run_registry.remove_replica(run, normalize_engine_url(url)):
             return False
         await self._apply_everywhere(run, "engines.changed", seconds)
         return True
 
     async def set_version(self, run: str, version: int, url: str | None, seconds: float) -> bool:
-        """The weights have changed. False where there is no such replica."""
-        chosen = [
-            known for known in self._run_registry.replica_urls(run) if url is None or known == normalize_engine_url(url)
-        ]
-        if not chosen:
+        """Sets the policy version of the run's replicas, or of one. False where there is no such replica."""
+        urls = self._run_registry.get_replica_urls(run)
+        if url is not None:
+            urls = [known for known in urls if known == normalize_engine_url(url)]
+        if not urls:
             return False
-        versions = dict.fromkeys(chosen, version)
+        versions = dict.fromkeys(urls, version)
         await self._store.set_policy_versions(versions)
         self._run_registry.versions.update(versions)
         self._lease_manager.cancel_stale(run)
@@ -87,14 +89,14 @@ class EngineController:
         return True
 
     async def pause(self, run: str, mode: PauseState, seconds: float) -> None:
-        if mode == "sleep":  # an engine breaks off the calls that any node still has there
+        if mode == "sleep":  # a sleeping engine aborts its calls: drain those of every node first
             await self._apply_pause_modes(run, ["drain", "sleep"], seconds)
         else:
             await self._apply_pause_modes(run, [mode], seconds)
 
     async def resume(self, run: str, seconds: float) -> None:
-        paused = self._run_registry.settings(run).paused
-        if paused in ("freeze", "settle"):  # every node's calls hear of new weights before the first engine goes on
+        paused = self._run_registry.get_settings(run).paused
+        if paused in ("freeze", "settle"):  # every node learns of new weights before the first engine continues
             await self._apply_pause_modes(run, ["settle", None], seconds)
         elif paused in ("sleep", "drain"):  # no node calls an engine before it is awake
             await self._apply_pause_modes(run, ["hold", None], seconds)
@@ -102,37 +104,39 @@ class EngineController:
             await self._apply_pause_modes(run, [None], seconds)
 
     async def _apply_pause_modes(self, run: str, modes: list[PauseState | None], seconds: float) -> None:
-        """Each in force before the next one begins. Whoever pauses or resumes meanwhile has the last word."""
-        turn = self._pause_requests[run] = self._pause_requests[run] + 1
+        """Applies each mode everywhere before the next one. A later pause or resume takes precedence."""
+        request = self._pause_requests[run] = self._pause_requests[run] + 1
         deadline = asyncio.get_running_loop().time() + seconds
         for mode in modes:
-            if self._pause_requests[run] != turn:
-                raise NotAppliedYet("Somebody else has paused or resumed generation meanwhile.")
+            if self._pause_requests[run] != request:
+                raise NotAppliedYet("Another request has paused or resumed generation meanwhile.")
             self._run_registry.pause(run, mode)
-            left = max(0.0, deadline - asyncio.get_running_loop().time())
+            remaining = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
-                await self._apply_everywhere(run, "policy.changed", left)
+                await self._apply_everywhere(run, "policy.changed", remaining)
             except NotAppliedYet as error:
                 if mode == modes[-1]:
                     raise
-                raise NotAppliedYet(f"{error} Until then generation stays paused: say it again.") from error
+                raise NotAppliedYet(f"{error} Generation stays paused until then: repeat the request.") from error
 
     async def _apply_everywhere(self, run: str, kind: str, seconds: float) -> None:
-        """Kept, told, and applied at every node that is alive. Raises NotAppliedYet, and EngineError where an engine
-        does not do what it is told; it is tried again all the same."""
+        """Stores and publishes the run's settings, and waits until every live node has applied them. Raises
+        NotAppliedYet, and EngineError where an engine refuses; nodes keep trying in both cases."""
         generation = self._run_registry.advance_generation()
-        await self._queue.save_run(run, self._run_registry.settings(run).encode())
+        await self._queue.save_run(run, self._run_registry.get_settings(run).encode())
         self._events.publish(
             kind,
             run=run,
-            version=self._run_registry.newest_version(run),
-            paused=self._run_registry.pool_state(run).paused,
+            version=self._run_registry.get_newest_version(run),
+            paused=self._run_registry.get_pool(run).paused,
         )
         self._lease_manager.wake_all()
         late = await self._lease_manager.wait_until_applied(generation, seconds)
         if late:
             names = ", ".join(member.name for member in late)
-            raise NotAppliedYet(f"Not in force yet at {names}: it will be, as soon as they answer.")
-        problems = [problem for one in self._lease_manager.members.values() for problem in one.problems.get(run, [])]
+            raise NotAppliedYet(f"Not in force yet at {names}: it will be as soon as they answer.")
+        problems = [
+            problem for member in self._lease_manager.members.values() for problem in member.problems.get(run, [])
+        ]
         if problems:
             raise EngineError(problems[0])

@@ -1,7 +1,7 @@
-"""What happens in the service, told to whoever listens.
+"""Events of the service, published to listeners.
 
-Telling waits for nobody. Who listens too slowly is let go with a last word (`lagged`), and so is told who comes back
-after more than is remembered: results have a feed of their own, which loses nothing.
+Publishing never waits. A listener that is too slow gets a last event (`lagged`) and is dropped; one that resumes after
+an event that is forgotten gets `lagged`, too. Results have a feed of their own, which loses nothing.
 
     task.submitted  task.redirected  task.ended  session.leased  session.ended  session.retried
     node.joined  node.lost  node.left  policy.changed  engines.changed  callback.failed
@@ -19,19 +19,19 @@ from msgspec import Struct
 LAGGED = "lagged"
 _MAX_REMEMBERED_EVENTS = 10_000
 _MAX_PENDING_EVENTS = 1_000
-"""Events that may wait for one listener."""
+"""Undelivered events of one listener."""
 
 
 class ServiceEvent(Struct, frozen=True):
     id: str
     kind: str
-    run: str | None  # None: it concerns all of them
+    run: str | None  # None: it concerns all runs
     data: bytes  # JSON
     fields: dict[str, Any]
 
 
 class EventBus:
-    """Ids begin with a word that is new with every start, so that one from before it is known for what it is."""
+    """Event ids begin with a random word of this start, so that ids from before a restart are recognized."""
 
     def __init__(self, max_remembered: int = _MAX_REMEMBERED_EVENTS, max_pending: int = _MAX_PENDING_EVENTS) -> None:
         self._start = secrets.token_hex(4)
@@ -42,7 +42,7 @@ class EventBus:
         self.closed = False
 
     def publish(self, kind: str, *, run: str | None = None, **fields: Any) -> None:
-        """From the event loop's thread."""
+        """To be called in the event loop's thread."""
         self._count += 1
         payload = {"run": run, **fields} if run is not None else fields
         event = ServiceEvent(f"{self._start}-{self._count}", kind, run, msgspec.json.encode(payload), payload)
@@ -51,12 +51,12 @@ class EventBus:
             listener.deliver(event)
 
     def subscribe(self, run: str | None = None, after: str | None = None) -> "EventListener":
-        """What happens from now on, or from behind the event with the id `after`; of one run, or of all."""
+        """Listens to events from now on, or to those behind the event id `after`; of one run, or of all."""
         listener = EventListener(self, run, self._max_pending)
         if after is not None:
-            missed = self._events_after(after)
+            missed = self._list_events_after(after)
             if missed is None:
-                listener.deliver(self._lagged_event("more has happened than is remembered"))
+                listener.deliver(self._make_lagged_event("events were forgotten since"))
             for event in missed or ():
                 listener.deliver(event, force=True)
         if self.closed:
@@ -66,22 +66,22 @@ class EventBus:
         return listener
 
     def close(self) -> None:
-        """Lets every listener go."""
+        """Ends every listener."""
         self.closed = True
         for listener in list(self._listeners):
             listener.end()
 
     def mark_lagged(self, why: str) -> None:
-        """Something may have happened that was not told: every listener hears so, and is let go."""
+        """Ends every listener with a `lagged` event: events may have been missed."""
         for listener in list(self._listeners):
-            listener.deliver(self._lagged_event(why), force=True)
+            listener.deliver(self._make_lagged_event(why), force=True)
             listener.end()
 
     def remove_listener(self, listener: "EventListener") -> None:
         self._listeners.discard(listener)
 
-    def _events_after(self, after: str) -> list[ServiceEvent] | None:
-        """None where some of what came after it is gone."""
+    def _list_events_after(self, after: str) -> list[ServiceEvent] | None:
+        """None where some of these events are forgotten."""
         start, _, number = after.rpartition("-")
         if start != self._start or not (number.isascii() and number.isdigit()) or len(number) > 18:
             return None
@@ -90,13 +90,13 @@ class EventBus:
             return None
         return list(self._remembered)[int(number) - oldest :]
 
-    def _lagged_event(self, why: str) -> ServiceEvent:
+    def _make_lagged_event(self, why: str) -> ServiceEvent:
         payload = {"detail": f"{why}: read GET /rollout/results for what ended meanwhile"}
         return ServiceEvent(f"{self._start}-{self._count}", LAGGED, None, msgspec.json.encode(payload), payload)
 
 
 class EventListener:
-    """Events as they come: iterate over it, or wait for the `next` one. None, and the iteration's end, is the end."""
+    """Events as they come: iterate over it, or call `wait_for_event`, which returns None at the end."""
 
     def __init__(self, events: EventBus, run: str | None, max_pending: int) -> None:
         self._events = events
@@ -108,7 +108,7 @@ class EventListener:
         if self._run is not None and event.run is not None and event.run != self._run:
             return
         if self._queue.qsize() >= self._max_pending and not force:
-            self._queue.put_nowait(self._events._lagged_event("you listened too slowly"))
+            self._queue.put_nowait(self._events._make_lagged_event("you listened too slowly"))
             self.end()
         else:
             self._queue.put_nowait(event)
@@ -117,10 +117,10 @@ class EventListener:
         self._events.remove_listener(self)
         self._queue.put_nowait(None)
 
-    async def next(self) -> ServiceEvent | None:
+    async def wait_for_event(self) -> ServiceEvent | None:
         event = await self._queue.get()
         if event is None:
-            self._queue.put_nowait(None)  # for whoever asks again
+            self._queue.put_nowait(None)  # for the next call
         return event
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class EventListener:
 
     async def __aiter__(self) -> AsyncIterator[ServiceEvent]:
         try:
-            while (event := await self.next()) is not None:
+            while (event := await self.wait_for_event()) is not None:
                 yield event
         finally:
             self.close()

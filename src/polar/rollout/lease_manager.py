@@ -1,4 +1,4 @@
-"""The server, as nodes see it (protocol.Server): who is alive, who has what, and what each may have next."""
+"""The rollout server as nodes see it (protocol.RolloutServer): membership, leases, heartbeats and outcomes."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ from polar.rollout.protocol import (
 )
 from polar.rollout.queue import Queue
 from polar.rollout.queue.records import Lane, LeaseAllowance, TrackedLease, WorkChange
-from polar.rollout.results import result_form
+from polar.rollout.results import parse_result_form
 from polar.rollout.runs import RunRegistry, parse_staleness_limits
 from polar.store.base import Store
 
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 _UNLIMITED = 1 << 31
 _MAX_RETRY_SECONDS = 30.0
-_MAX_REMEMBERED_NODES = 1000  # nodes that seem to have died
+_MAX_REMEMBERED_NODES = 1000  # nodes that were declared dead
 
 
 class NodeView(Struct):
-    """What is shown of a node."""
+    """A node, as the control plane shows it."""
 
     node_id: str
     name: str
@@ -54,24 +54,24 @@ class NodeView(Struct):
 
 
 class NodeMember:
-    """A node that is alive, as far as the server knows, and what it has.
+    """A node that is alive as far as the server knows, and its leases.
 
-    It lives as long as it is heard of. Time is that of the event loop, which nobody can set; after a restart, and after
-    the server itself stood still, every node gets a full term anew.
+    A node stays a member as long as it sends heartbeats. Times are those of the event loop's clock, which cannot be set
+    back. After a restart, and after the server itself was suspended, every node gets a full term.
     """
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self.registration: JoinRequest | None = None
-        """None: the database says that it has work, and it was not heard of yet."""
+        """None: known only from leases in the database; the node has not called yet."""
         self.leases: dict[LeaseId, TrackedLease] = {}
-        self.cancelled: dict[LeaseId, str] = {}  # why
+        self.cancelled: dict[LeaseId, str] = {}  # the reasons
         self.load: dict[str, Any] = {}
-        self.seen_generation = -1  # the generation of the engines that it has heard of
+        self.seen_generation = -1  # the newest generation of the engines that was sent to it
         self.applied_generation = -1
         self.problems: dict[str, list[str]] = {}  # by run
         self.draining = False
-        self.ending = False  # somebody told it to end
+        self.ending = False  # it was asked to stop
         self.lost = False
         self.last_seen = asyncio.get_running_loop().time()
         self._lifetime_recorded_at = self.last_seen
@@ -89,8 +89,8 @@ class NodeMember:
     def slots(self) -> int:
         return self.registration.slots if self.registration is not None else 0
 
-    def view(self) -> NodeView | None:
-        """None for one that was not heard of yet."""
+    def to_view(self) -> NodeView | None:
+        """None where the node has not called yet."""
         joined = self.registration
         if joined is None:
             return None
@@ -109,33 +109,33 @@ class NodeMember:
         self.last_seen = asyncio.get_running_loop().time()
 
     def take_lifetime(self) -> float:
-        """The seconds that it is known to have lived since the last time that this was asked."""
+        """The seconds that the node has lived since the last call of this."""
         seconds, self._lifetime_recorded_at = self.last_seen - self._lifetime_recorded_at, self.last_seen
         return seconds
 
     def add_lease(self, tracked: TrackedLease) -> None:
-        """A lease of its own, which may be cancelled already."""
+        """Adds a lease, which may be cancelled already."""
         self.leases[tracked.lease_id] = tracked
         if tracked.cancelled is not None:
             self.cancel(tracked.lease_id, tracked.cancelled)
 
-    def cancel(self, held: LeaseId, reason: str) -> None:
-        if held in self.leases and held not in self.cancelled:
-            self.cancelled[held] = reason
+    def cancel(self, lease_id: LeaseId, reason: str) -> None:
+        if lease_id in self.leases and lease_id not in self.cancelled:
+            self.cancelled[lease_id] = reason
             self._wake.set()
 
-    def drop_lease(self, held: LeaseId) -> None:
-        self.cancelled.pop(held, None)
-        self.leases.pop(held, None)
+    def drop_lease(self, lease_id: LeaseId) -> None:
+        self.cancelled.pop(lease_id, None)
+        self.leases.pop(lease_id, None)
 
     def wake(self) -> None:
-        """There is something that it should hear of soon."""
+        """Lets the pending heartbeat be answered now."""
         self._wake.set()
 
-    async def next_orders(self, heartbeat: Heartbeat, generation: int, seconds: float) -> HeartbeatResponse:
-        """At once where there is something new; else when the time for the next beat has come."""
+    async def wait_for_orders(self, heartbeat: Heartbeat, generation: int, seconds: float) -> HeartbeatResponse:
+        """Answers a heartbeat: at once where there are orders, else after `seconds`."""
         self.load = heartbeat.load
-        lost = [held for held in heartbeat.holding if held not in self.leases]
+        lost = [lease_id for lease_id in heartbeat.holding if lease_id not in self.leases]
         if not lost and not self._wake.is_set() and heartbeat.seen == generation:
             try:
                 async with asyncio.timeout(seconds):
@@ -145,7 +145,7 @@ class NodeMember:
         self._wake.clear()
         return HeartbeatResponse(
             lost=lost,
-            cancel=[CancelOrder(held, reason) for held, reason in self.cancelled.items()],
+            cancel=[CancelOrder(lease_id, reason) for lease_id, reason in self.cancelled.items()],
             drain=self.draining,
         )
 
@@ -164,8 +164,8 @@ class LeaseManager:
         schedule: Callable[[float, Callable[[], Awaitable[None]]], None],
         recount_if_uncertain: Callable[[], Awaitable[None]],
     ) -> None:
-        """`schedule` has something done after so many seconds. `recount_if_uncertain` counts the queue anew where a
-        commit may have been lost or made unnoticed."""
+        """`schedule` runs a function after a delay. `recount_if_uncertain` recounts the queue where it is unknown
+        whether a commit was made."""
         self._queue = queue
         self._ledger = ledger
         self._run_registry = run_registry
@@ -176,42 +176,41 @@ class LeaseManager:
         self._schedule = schedule
         self._recount_if_uncertain = recount_if_uncertain
         self._unrunnable: dict[tuple[str, str], tuple[Lane, set[str]]] = {}  # tasks, and the nodes that can't run them
-        self._awaiting_retry: set[int] = set()  # work that waits for another try, and will get it
-        self._lease_lock = asyncio.Lock()  # quotas are looked at and used up by one at a time
-        self._members_changed = asyncio.Condition()  # a node has applied something, or is no more
+        self._awaiting_retry: set[int] = set()  # work whose retry is scheduled
+        self._lease_lock = asyncio.Lock()  # checks a quota and uses it in one step
+        self._members_changed = asyncio.Condition()  # a node has applied a generation, or has left
         self._tracks_lifetimes = False  # there may be work under which nodes have died
         self._suspects_by_node: dict[
             str, list[int]
-        ] = {}  # nodes that seem to have died, and the work that was marked for it
+        ] = {}  # nodes that were declared dead, and the work that was marked as suspect for it
         self.members: dict[str, NodeMember] = {}
-        self.sleep_node_id: str | None = None  # the node that sends engines to sleep, and wakes them
+        self.sleep_node_id: str | None = None  # the node that puts engines to sleep and wakes them
 
     async def restore(self) -> None:
-        """What the database says, as far as it is not known: who has what (nodes that were not heard of yet have a full
-        term to be), and what waits for another try."""
-        for tracked in await self._queue.leases():
+        """Restores leases and scheduled retries from the database. Nodes that have not called yet get a full term."""
+        for tracked in await self._queue.list_leases():
             member = self.members.setdefault(tracked.node, NodeMember(tracked.node))
             if not member.lost:
                 member.add_lease(tracked)
         self._tracks_lifetimes = True
-        for work_id in await self._queue.waiting_work():
+        for work_id in await self._queue.list_waiting_work():
             self._schedule_retry(work_id, self._settings.beat_seconds)
 
     async def join(self, request: JoinRequest) -> JoinResponse:
-        for dead in request.replaces:
-            if dead in self.members:
-                self.members[dead].ending |= dead in request.stopped
-                await self.remove_member(self.members[dead], died=True)
+        for node_id in request.replaces:
+            if node_id in self.members:
+                self.members[node_id].ending |= node_id in request.stopped
+                await self.remove_member(self.members[node_id], died=True)
         member = self.members.get(request.node_id)
         if member is not None and member.lost:
-            await self.remove_member(member, died=True)  # to its end: it is not to be taken from the one that joins now
-        if (marked := self._suspects_by_node.pop(request.node_id, None)) is not None:  # it was only silent
-            await self._queue.retract_kills(marked)
+            await self.remove_member(member, died=True)  # finish a removal that has begun, before the node joins again
+        if (suspect_work := self._suspects_by_node.pop(request.node_id, None)) is not None:  # it was silent, not dead
+            await self._queue.retract_kills(suspect_work)
         if self.members.get(request.node_id) is None:
             member = NodeMember(request.node_id)
-            for tracked in await self._queue.node_leases(request.node_id):  # what the database says it has, it has
+            for tracked in await self._queue.list_node_leases(request.node_id):  # the database decides
                 member.add_lease(tracked)
-            self.members.setdefault(request.node_id, member)  # unless it was quicker, in another call
+            self.members.setdefault(request.node_id, member)  # unless a concurrent call was faster
         member = self.members[request.node_id]
         if member.registration is None:
             self._events.publish("node.joined", node_id=request.node_id, name=request.name)
@@ -221,13 +220,13 @@ class LeaseManager:
             term=self._settings.lease_seconds,
             beat=self._settings.beat_seconds,
             shares_store=request.store == self._store_id,
-            engines=self._engines_for(request.node_id),
+            engines=self._get_desired_engines(request.node_id),
         )
 
     def _require_member(self, node_id: str) -> NodeMember:
         member = self.members.get(node_id)
         if member is None or member.registration is None or member.lost:
-            raise UnknownNode(f"There is no node {node_id} (any more): join again.")
+            raise UnknownNode(f"The server does not know the node {node_id}: join again.")
         member.mark_alive()
         return member
 
@@ -240,60 +239,66 @@ class LeaseManager:
         while True:
             async with self._lease_lock:
                 await self._recount_if_uncertain()
-                if member.lost:  # while this waited: it must not get again what was just taken from it
-                    raise UnknownNode(f"Node {node_id} is counted among the lost: join again.")
-                given = await self._lease_work(member, holding, room)
-            if len(given) >= room:
-                self._ledger.notify_work()  # there may be more, for others
-            left = deadline - loop.time()
-            if given or left <= 0:
-                return given
-            await self._ledger.wait_for_work(member.backends, left)
+                if member.lost:  # declared lost while this waited: it must not get back the same leases
+                    raise UnknownNode(f"The node {node_id} was declared lost: join again.")
+                leases = await self._lease_work(member, holding, room)
+            if len(leases) >= room:
+                self._ledger.notify_work()  # more work may be left for other nodes
+            remaining = deadline - loop.time()
+            if leases or remaining <= 0:
+                return leases
+            await self._ledger.wait_for_work(member.backends, remaining)
 
     async def _lease_work(self, member: NodeMember, holding: list[LeaseId], room: int) -> list[Lease]:
-        allowances = [] if member.draining or room <= 0 else self._allowances(member)
+        allowances = [] if member.draining or room <= 0 else self._compute_allowances(member)
         if not allowances and member.leases.keys() <= set(holding):
             return []
-        unfit = self._unrunnable_tasks(member)
-        pairs = await self._queue.lease(member.node_id, holding, allowances, room, member.slots, unfit)
+        unrunnable = self._find_unrunnable_tasks(member)
+        pairs = await self._queue.lease(member.node_id, holding, allowances, room, member.slots, unrunnable)
         for lease, tracked in pairs:
-            if tracked.lease_id not in member.leases:  # else it comes again
+            if tracked.lease_id not in member.leases:  # else it is repeated
                 member.add_lease(tracked)
                 self._ledger.record_leased(tracked.lane, lease.task_id, lease.sample, member.node_id)
         return [lease for lease, _ in pairs]
 
-    def _allowances(self, member: NodeMember) -> list[LeaseAllowance]:
+    def _compute_allowances(self, member: NodeMember) -> list[LeaseAllowance]:
         busy: defaultdict[str, int] = defaultdict(int)
         for lane, counts in self._ledger.lanes.items():
             busy[lane.run] += counts.leased
-        found = []
+        allowances = []
         for lane, counts in self._ledger.lanes.items():
             if counts.queued > 0 and lane.name in member.backends:
-                most = self._session_budget(lane.run, busy[lane.run])
-                if most > 0:
-                    version = self._run_registry.newest_version(lane.run)
+                max_sessions = self._compute_session_budget(lane.run, busy[lane.run])
+                if max_sessions > 0:
+                    version = self._run_registry.get_newest_version(lane.run)
                     isolates = self._is_isolation_node(member, lane)
-                    found.append(LeaseAllowance(lane, most, busy[lane.run], version, isolates))
-        return found
+                    allowances.append(LeaseAllowance(lane, max_sessions, busy[lane.run], version, isolates))
+        return allowances
 
     def _is_isolation_node(self, member: NodeMember, lane: Lane) -> bool:
-        """One node is kept free for work that is to run alone, so that it gets its turn while all are busy."""
-        able = (one.node_id for one in self.members.values() if lane.name in one.backends and not one.draining)
-        return member.node_id == min(able, default=None)
+        """Whether the node is kept free for work that must run alone, so that such work does not starve."""
+        eligible = (
+            candidate.node_id
+            for candidate in self.members.values()
+            if lane.name in candidate.backends and not candidate.draining
+        )
+        return member.node_id == min(eligible, default=None)
 
-    def _unrunnable_tasks(self, member: NodeMember) -> frozenset[tuple[str, str]]:
-        """Tasks that a node can't run, and that others may be able to."""
-        able = [one for one in self.members.values() if one.registration is not None and not one.draining]
+    def _find_unrunnable_tasks(self, member: NodeMember) -> frozenset[tuple[str, str]]:
+        """Tasks that a node can't run, but another active node may."""
+        active_members = [
+            other for other in self.members.values() if other.registration is not None and not other.draining
+        ]
         return frozenset(
             task
             for task, (lane, refused) in self._unrunnable.items()
             if member.node_id in refused
-            and any(one.node_id not in refused and lane.name in one.backends for one in able)
+            and any(other.node_id not in refused and lane.name in other.backends for other in active_members)
         )
 
-    def _session_budget(self, run: str, busy: int) -> int:
-        """How many sessions of a run may begin now."""
-        quotas = self._run_registry.quotas(run)
+    def _compute_session_budget(self, run: str, busy: int) -> int:
+        """How many sessions of a run may begin now under its quotas."""
+        quotas = self._run_registry.get_quotas(run)
         limits = [_UNLIMITED]
         if quotas.max_running is not None:
             limits.append(quotas.max_running - busy)
@@ -301,29 +306,29 @@ class LeaseManager:
             limits.append(quotas.max_ahead - busy - self._ledger.untaken[run])
         return min(limits)
 
-    async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
+    async def finish(self, node_id: str, outcomes: list[SessionOutcome]) -> list[FinishStatus]:
         """Accepts results from any node; only the current fencing token counts."""
         member = self.members.get(node_id)
         if member is not None:
             member.mark_alive()
-        for one in ended:
-            one.node_id = node_id
-            tracked = None if member is None else member.leases.get(one.lease_id)
+        for outcome in outcomes:
+            outcome.node_id = node_id
+            tracked = None if member is None else member.leases.get(outcome.lease_id)
             if tracked is not None:
-                form = result_form(tracked.request)
-                one.builder, one.mask_traces = form.builder, form.mask_traces
-                self._record_staleness(one, tracked)
-                if one.stale and one.reason == "stale" and one.session_id is not None:
-                    # Before its end is written: where the store fails, the node tells it again, and so is this.
-                    await self._store.revoke_session_reward(one.session_id, "stale")
-        outcomes = await self._queue.finish(ended, self._settings.attempts)
-        for one, outcome in zip(ended, outcomes, strict=True):
+                form = parse_result_form(tracked.request)
+                outcome.builder, outcome.mask_traces = form.builder, form.mask_traces
+                self._record_staleness(outcome, tracked)
+                if outcome.stale and outcome.reason == "stale" and outcome.session_id is not None:
+                    # Before the outcome is written: where the store fails, the node reports it again.
+                    await self._store.revoke_session_reward(outcome.session_id, "stale")
+        results = await self._queue.finish(outcomes, self._settings.attempts)
+        for outcome, result in zip(outcomes, results, strict=True):
             if member is not None:
-                member.drop_lease(one.lease_id)
-            if outcome.change is not None:
-                self._record_change(outcome.change)
+                member.drop_lease(outcome.lease_id)
+            if result.change is not None:
+                self._record_change(result.change)
         self._ledger.notify_work()
-        return [outcome.status for outcome in outcomes]
+        return [result.status for result in results]
 
     def _record_change(self, change: WorkChange) -> None:
         self._ledger.record_change(change)
@@ -335,8 +340,7 @@ class LeaseManager:
             _, refused = self._unrunnable.setdefault((change.lane.run, change.task_id), (change.lane, set()))
             refused.add(change.outcome.node_id)
         if change.new_state == "waiting":
-            log.info("Task %s, sample %d is tried again: %s.", change.task_id, change.sample, change.outcome.reason)
-            # After a while, longer each time: what failed may need it.
+            log.info("Task %s, sample %d will be retried: %s.", change.task_id, change.sample, change.outcome.reason)
             self._schedule_retry(change.outcome.work_id, min(2.0 ** min(change.outcome.fence, 9), _MAX_RETRY_SECONDS))
 
     def _schedule_retry(self, work_id: int, seconds: float) -> None:
@@ -353,14 +357,14 @@ class LeaseManager:
             self._schedule_retry(work_id, self._settings.beat_seconds)
             return
         for lane in lanes:
-            counts = self._ledger.counts(lane)
+            counts = self._ledger.get_counts(lane)
             counts.waiting -= 1
             counts.queued += 1
         self._ledger.notify_work()
 
     def _record_staleness(self, outcome: SessionOutcome, tracked: TrackedLease) -> None:
         limits = parse_staleness_limits(tracked.request)
-        newest = self._run_registry.newest_version(tracked.lane.run)
+        newest = self._run_registry.get_newest_version(tracked.lane.run)
         oldest = tracked.version if outcome.oldest_version is None else outcome.oldest_version
         outcome.lag = None if oldest is None else newest - oldest
         outcome.stale = limits.is_stale(oldest, newest)
@@ -381,33 +385,34 @@ class LeaseManager:
         if reported != (member.seen_generation, member.applied_generation, member.problems):
             member.seen_generation, member.applied_generation, member.problems = reported
             await self._notify()
-        orders = await member.next_orders(heartbeat, self._run_registry.engines.generation, self._settings.beat_seconds)
+        generation = self._run_registry.engines.generation
+        orders = await member.wait_for_orders(heartbeat, generation, self._settings.beat_seconds)
         if member.lost:
-            raise UnknownNode(f"Node {node_id} was silent for too long: join again.")
+            raise UnknownNode(f"The node {node_id} was silent for too long: join again.")
         engines = self._run_registry.engines
-        orders.engines = self._engines_for(node_id) if engines.generation != heartbeat.seen else None
+        orders.engines = self._get_desired_engines(node_id) if engines.generation != heartbeat.seen else None
         return orders
 
     def cancel(self, run: str, task_id: str, reason: str) -> int:
-        """Of a task, what runs: its nodes are told to end it. How many there are."""
-        return self._cancel(lambda one: (one.lane.run, one.task_id) == (run, task_id), reason)
+        """Orders the nodes to cancel the running sessions of a task. Returns how many there are."""
+        return self._cancel(lambda tracked: (tracked.lane.run, tracked.task_id) == (run, task_id), reason)
 
     def cancel_stale(self, run: str) -> None:
-        newest = self._run_registry.newest_version(run)
+        newest = self._run_registry.get_newest_version(run)
 
         def is_stale(tracked: TrackedLease) -> bool:
-            if self._run_registry.replica_urls(tracked.lane.run) != self._run_registry.replica_urls(run):
+            if self._run_registry.get_replica_urls(tracked.lane.run) != self._run_registry.get_replica_urls(run):
                 return False
             limits = parse_staleness_limits(tracked.request)
             return limits.on_stale == "cancel" and limits.is_stale(tracked.version, newest)
 
         self._cancel(is_stale, "stale")
 
-    def _cancel(self, wanted: Callable[[TrackedLease], bool], reason: str) -> int:
+    def _cancel(self, is_selected: Callable[[TrackedLease], bool], reason: str) -> int:
         count = 0
         for member in self.members.values():
             for tracked in member.leases.values():
-                if wanted(tracked):
+                if is_selected(tracked):
                     member.cancel(tracked.lease_id, reason)
                     count += 1
         return count
@@ -416,9 +421,9 @@ class LeaseManager:
         for member in self.members.values():
             member.wake()
 
-    def _engines_for(self, node_id: str) -> DesiredEngines:
-        """All nodes share the engines: one of them is enough to send them to sleep, and not every engine stands being
-        told twice."""
+    def _get_desired_engines(self, node_id: str) -> DesiredEngines:
+        """The desired engines for a node. Only one node puts the shared engines to sleep, since not every engine can be
+        told twice; for the others, `sleep` becomes `hold`."""
         engines = self._run_registry.engines
         if node_id == self.sleep_node_id:
             return engines
@@ -429,20 +434,20 @@ class LeaseManager:
         return DesiredEngines(engines.generation, pools, engines.server)
 
     async def wait_until_applied(self, generation: int, seconds: float) -> list[NodeMember]:
-        """Waits until every node that is alive has done what it could: those that have not."""
+        """Waits until every live node has applied the generation. Returns those that have not in time."""
         try:
             async with asyncio.timeout(seconds), self._members_changed:
-                await self._members_changed.wait_for(lambda: not self._lagging_members(generation))
+                await self._members_changed.wait_for(lambda: not self._find_lagging_members(generation))
         except TimeoutError:
             pass
-        return self._lagging_members(generation)
+        return self._find_lagging_members(generation)
 
-    def _lagging_members(self, generation: int) -> list[NodeMember]:
-        """Also those of which only the database knows yet: their sessions may well be running."""
+    def _find_lagging_members(self, generation: int) -> list[NodeMember]:
+        """Includes nodes that are known only from the database: their sessions may be running."""
         return [
-            one
-            for one in self.members.values()
-            if one.applied_generation < generation and (one.registration or one.leases)
+            member
+            for member in self.members.values()
+            if member.applied_generation < generation and (member.registration or member.leases)
         ]
 
     async def _notify(self) -> None:
@@ -452,7 +457,7 @@ class LeaseManager:
     # Ends
 
     async def drain(self, node_id: str) -> bool:
-        """It gets no more work, and leaves when all is done. False where there is no such node."""
+        """Gives the node no more work, so that it leaves when its sessions are done. False for an unknown node."""
         member = self.members.get(node_id)
         if member is None:
             return False
@@ -466,17 +471,17 @@ class LeaseManager:
             await self.remove_member(member, died=False)
 
     async def remove_member(self, member: NodeMember, *, died: bool) -> None:
-        """A node is no more. Where the database fails, it is to be tried again."""
-        member.lost = True  # from here on it has to join again
+        """Removes a node and requeues its work. To be repeated where the database fails."""
+        member.lost = True  # the node must join again from here on
         counts_as_kill = died and not member.ending
         if counts_as_kill and self._tracks_lifetimes:
-            # Of one that was here before this server, nobody knows how long: rather too long, to the work's favour.
+            # The lifetime of a node that joined an earlier server is unknown; a long one favours the work.
             await self.record_lifetimes({} if member.registration else {member.node_id: self._settings.lease_seconds})
         changes = await self._queue.release_leases(member.node_id, died=counts_as_kill)
         if counts_as_kill and changes:
             self._tracks_lifetimes = True
             self._suspects_by_node[member.node_id] = [
-                one.outcome.work_id for one in changes if one.new_state == "queued"
+                change.outcome.work_id for change in changes if change.new_state == "queued"
             ]
             while len(self._suspects_by_node) > _MAX_REMEMBERED_NODES:
                 del self._suspects_by_node[next(iter(self._suspects_by_node))]
@@ -487,23 +492,23 @@ class LeaseManager:
         self._events.publish("node.lost" if died else "node.left", node_id=member.node_id, sessions=len(changes))
         if died:
             self._ledger.metrics.count_expired(len(changes))
-            log.warning("Node %s is lost; %d sessions go to others.", member.node_id, len(changes))
+            log.warning("Node %s is lost; its %d sessions are requeued.", member.node_id, len(changes))
         self._ledger.notify_work()
         await self._notify()
 
     async def expire_silent_members(self, now: float) -> None:
-        """Those that were not heard of for a term. (`now`: before anything was waited for, lest this stood still.)"""
+        """Removes nodes that were silent for a term. The caller takes `now` before it waits for anything."""
         for member in list(self.members.values()):
             if member.lost or now - member.last_seen > self._settings.lease_seconds:
                 await self.remove_member(member, died=True)
 
     async def record_lifetimes(self, departed: dict[str, float] | None = None) -> None:
-        """Where nodes have died under some work: how long others live meanwhile (queue/selection.py)."""
+        """Records how long nodes have lived, while there is work under which nodes have died (queue/selection.py)."""
         lived = {member.node_id: member.take_lifetime() for member in self.members.values() if member.registration}
         if self._tracks_lifetimes:
             self._tracks_lifetimes = await self._queue.record_lifetimes(lived | (departed or {}))
 
     def renew_terms(self) -> None:
-        """We stood still ourselves, and have heard of nobody meanwhile."""
+        """Gives every node a full term, after the server itself was suspended."""
         for member in self.members.values():
             member.mark_alive()

@@ -1,9 +1,9 @@
-"""What a node and the rollout server say to each other: in one process as calls, else as JSON over HTTP.
+"""The protocol between a node and the rollout server: calls within one process, else JSON over HTTP.
 
     join ─► lease ─► (the session runs; beat, beat, ...) ─► finish ─► ... ─► leave
 
-Work is leased with a fence, a number that grows with each lease of it: what somebody says of work that was leased anew
-since then is not heard. Every call may be made again where its answer was lost, and is then answered as before.
+Work is leased with a fence, a number that grows with each lease of it: outcomes with an old fence are ignored. Every
+call may be repeated where its answer was lost, and gets the same answer.
 """
 
 from typing import Any, Literal, Protocol
@@ -18,19 +18,19 @@ FinishStatus = Literal["taken", "lost"]
 
 
 INTERRUPTED = "interrupted"
-"""The node closed: the session goes back, and nothing is counted."""
+"""The node stopped: the session is requeued, and no attempt is counted."""
 
 
 class UnknownNode(PolarError):
-    """The server knows nothing of this node, or counts it among the dead: it is to join (again)."""
+    """The server does not know this node, or has declared it lost: it must join again."""
 
 
 class ServerUnreachable(PolarError):
-    """The server did not answer; it may or may not have heard. To be said again, a little later."""
+    """The server did not answer, and may or may not have received the call. To be repeated later."""
 
 
 class LeaseId(Struct, frozen=True):
-    """A lease, as whoever holds it names it."""
+    """Identifies a lease: the work and its fence."""
 
     work_id: int
     fence: int
@@ -39,17 +39,17 @@ class LeaseId(Struct, frozen=True):
 class JoinRequest(Struct):
     node_id: str  # new with every start
     name: str
-    backends: list[str]  # runtimes that it can make
+    backends: list[str]  # runtime backends that work there
     slots: int  # sessions that it runs at the same time
     store: str  # the id of the store that it writes to
-    replaces: list[str] = []  # nodes that are certainly dead: this one found what they left
-    stopped: list[str] = []  # those of them that had been told to end: nothing that ran there killed them
+    replaces: list[str] = []  # dead nodes whose leftovers this one has found
+    stopped: list[str] = []  # those of them that had been asked to stop: no session killed them
 
 
 class JoinResponse(Struct):
-    term: float  # seconds that leases live without a beat
-    beat: float  # seconds between beats
-    shares_store: bool  # else it sends a copy of each session, before it says that it has ended
+    term: float  # seconds without a heartbeat after which leases are lost
+    beat: float  # seconds between heartbeats
+    shares_store: bool  # else the node sends a copy of each session before its outcome
     engines: DesiredEngines
 
 
@@ -60,7 +60,7 @@ class Lease(Struct):
     task_id: str
     sample: int
     attempt: int
-    digest: str  # of the request: tasks that are equal can be planned once
+    digest: str  # of the request, so that equal tasks are planned once
     request: Raw  # a TaskRequest
 
     @property
@@ -71,10 +71,10 @@ class Lease(Struct):
 class Heartbeat(Struct):
     holding: list[LeaseId]
     load: dict[str, bool | int | float] = {}
-    seen: int = -1  # the generation of the engines that it has heard of
-    applied: int = -1  # the one that is in force there
-    problems: dict[str, list[str]] = {}  # by run: what of it could not be done, and is tried again
-    ending: bool = False  # it was told to end: it begins nothing more, and nothing that runs there is to blame
+    seen: int = -1  # the newest generation of the engines that the node has received
+    applied: int = -1  # the generation in force there
+    problems: dict[str, list[str]] = {}  # by run: what could not be applied, and is retried
+    ending: bool = False  # the node was asked to stop: it begins no session, and no session is to blame for its end
 
 
 class CancelOrder(Struct):
@@ -83,21 +83,21 @@ class CancelOrder(Struct):
 
 
 class HeartbeatResponse(Struct):
-    lost: list[LeaseId] = []  # somebody else's by now, or nobody's
+    lost: list[LeaseId] = []  # leases that the node does not hold any more
     cancel: list[CancelOrder] = []
-    engines: DesiredEngines | None = None  # where they have changed
-    drain: bool = False  # take no more, and leave when all is done
+    engines: DesiredEngines | None = None  # if they have changed
+    drain: bool = False  # lease nothing more, and leave when all sessions are done
 
 
 class SessionOutcome(Struct):
-    """What became of a session. What trainers read besides is in the store."""
+    """The outcome of a session, as reported to the server. Its calls are in the store."""
 
     work_id: int
     fence: int
-    session_id: str | None  # None where none was begun
+    session_id: str | None  # None where no session began
     reward: float | None = None
     reason: str | None = None  # why there is no reward
-    error: str | None = None  # the same, in words
+    error: str | None = None  # the error message behind the reason
     node_id: str | None = None
     outcome: Any = None
     detail: dict[str, Any] = field(default_factory=dict)
@@ -107,10 +107,10 @@ class SessionOutcome(Struct):
     tokens: int = 0  # sampled
     oldest_version: int | None = None  # of the policy, among the sampled tokens
     newest_version: int | None = None
-    lag: int | None = None  # versions that the policy was ahead then; the server's to say, as is the next
+    lag: int | None = None  # versions that the policy was ahead; this and the next three are set by the server
     stale: bool = False
-    builder: str | None = None  # of its traces, as its task names it; the server's to say as well, as is the next
-    mask_traces: bool = False  # where it has no reward
+    builder: str | None = None  # of its traces, as its task names it
+    mask_traces: bool = False  # if it has no reward
 
     @property
     def lease_id(self) -> LeaseId:
@@ -118,16 +118,17 @@ class SessionOutcome(Struct):
 
 
 class RolloutServer(Protocol):
-    """The rollout server, as nodes see it. Raises UnknownNode and Unreachable."""
+    """The rollout server, as nodes see it. Raises UnknownNode and ServerUnreachable."""
 
     async def join(self, request: JoinRequest) -> JoinResponse: ...
 
     async def lease(self, node_id: str, holding: list[LeaseId], room: int) -> list[Lease]:
-        """Waits a beat for some. What was leased before and is not in `holding` comes again: its answer was lost."""
+        """Leases up to `room` sessions; waits up to `beat` seconds for work. Leases that are missing in `holding` are
+        repeated: their answer was lost."""
         ...
 
     async def heartbeat(self, node_id: str, heartbeat: Heartbeat) -> HeartbeatResponse:
-        """Waits a beat for something to tell."""
+        """Waits up to `beat` seconds for orders."""
         ...
 
     async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
@@ -135,7 +136,7 @@ class RolloutServer(Protocol):
         ...
 
     async def send_session(self, node_id: str, data: bytes) -> None:
-        """A copy of a session (store.copying), from a node with a store of its own. Durable on return."""
+        """Imports a copy of a session (store.session_copy) from a node with its own store. Durable on return."""
         ...
 
     async def leave(self, node_id: str) -> None: ...

@@ -1,4 +1,4 @@
-"""A session that ended at the rollout server, as trainers read it: its result with what the server knows besides."""
+"""Renders an ended session for trainers: its result, with the server's own fields."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -28,7 +28,7 @@ class _Semantics(msgspec.Struct):
 
 
 class _Request(msgspec.Struct):
-    """Of a TaskRequest, what is needed here."""
+    """The fields of a TaskRequest that are needed here."""
 
     builder: _Builder = msgspec.field(default_factory=_Builder)
     semantics: _Semantics = msgspec.field(default_factory=_Semantics)
@@ -38,83 +38,90 @@ _decode_request = msgspec.json.Decoder(_Request).decode
 
 
 class ResultForm(msgspec.Struct, frozen=True):
-    """How a task wants its results."""
+    """How the results of a task are rendered."""
 
     builder: str = TRACE_BUILDER
     mask_traces: bool = False  # of sessions without a reward
 
 
-def result_form(request: str) -> ResultForm:
+def parse_result_form(request: str) -> ResultForm:
     """`request` is a TaskRequest, as JSON."""
-    read = _decode_request(request)
-    return ResultForm(read.builder.strategy, read.semantics.mask_traces)
+    parsed = _decode_request(request)
+    return ResultForm(parsed.builder.strategy, parsed.semantics.mask_traces)
 
 
-def task_status(task: TaskRow) -> TaskState:
-    """As its semantics have it."""
+def get_task_status(task: TaskRow) -> TaskState:
+    """The task's state under its semantics."""
     return _decode_request(task.request).semantics.all_failed if task.state == "failed" else task.state
 
 
 def render_ended_result(
     task_id: str,
     sample: int,
-    ended: SessionOutcome,
+    outcome: SessionOutcome,
     form: ResultForm,
     session: Session | None,
     exchanges: Sequence[Exchange],
     checker: SessionChecker,
 ) -> dict[str, Any]:
-    """What the rollout server keeps of a session's end, together with what the store has of it: nothing, where it
-    ended before it began. Raises HeldBackError where the session fails the check."""
-    known = _ended_session(task_id, sample, ended, session)
-    built = build_trajectory(known, exchanges, form.builder, checker)
-    item = SessionItem(known.summary, built.session_paths, built.trajectory, list(exchanges), calls=built.calls)
-    return _render(item, sample, ended, form, has_session=session is not None)
+    """Renders an outcome with the recorded session; `session` is None where the work ended before a session began.
+    Raises HeldBackError where the session fails the check."""
+    session_with_outcome = _build_session(task_id, sample, outcome, session)
+    built = build_trajectory(session_with_outcome, exchanges, form.builder, checker)
+    item = SessionItem(
+        session_with_outcome.summary, built.session_paths, built.trajectory, list(exchanges), calls=built.calls
+    )
+    return _render(item, sample, outcome, form, has_session=session is not None)
 
 
 def render_failed_result(
-    task_id: str, sample: int, ended: SessionOutcome, reason: str, error: str, session: Session | None = None
+    task_id: str, sample: int, outcome: SessionOutcome, reason: str, error: str, session: Session | None = None
 ) -> dict[str, Any]:
-    """Of a session whose traces can't be made, or must not be handed on: there is no use in its reward without them."""
-    failed = msgspec.structs.replace(ended, reward=None, reason=reason, error=error)
-    known = _ended_session(task_id, sample, failed, session)
-    nothing = Trajectory(known.session_id, TRACE_BUILDER, [], [], TokenCounts(0, 0, 0), None, reason)
-    item = SessionItem(known.summary, SessionPaths(known.session_id, [], None, reason), nothing)
+    """Renders a session whose traces can't be built or must be held back: without a reward, since that is useless
+    without traces."""
+    failed = msgspec.structs.replace(outcome, reward=None, reason=reason, error=error)
+    session_with_outcome = _build_session(task_id, sample, failed, session)
+    empty_trajectory = Trajectory(
+        session_with_outcome.session_id, TRACE_BUILDER, [], [], TokenCounts(0, 0, 0), None, reason
+    )
+    item = SessionItem(
+        session_with_outcome.summary, SessionPaths(session_with_outcome.session_id, [], None, reason), empty_trajectory
+    )
     return _render(item, sample, failed, ResultForm(), has_session=session is not None)
 
 
-def _ended_session(task_id: str, sample: int, ended: SessionOutcome, session: Session | None) -> Session:
-    known = with_outcome(session or Session(ended.session_id or f"{task_id}#{sample}", b"", 0.0), ended)
-    known.metadata = {**known.metadata, "task_id": task_id}
-    return known
+def _build_session(task_id: str, sample: int, outcome: SessionOutcome, session: Session | None) -> Session:
+    with_outcome = apply_outcome(session or Session(outcome.session_id or f"{task_id}#{sample}", b"", 0.0), outcome)
+    with_outcome.metadata = {**with_outcome.metadata, "task_id": task_id}
+    return with_outcome
 
 
 def _render(
-    item: SessionItem, sample: int, ended: SessionOutcome, form: ResultForm, *, has_session: bool
+    item: SessionItem, sample: int, outcome: SessionOutcome, form: ResultForm, *, has_session: bool
 ) -> dict[str, Any]:
     result = render_session_result(
         item,
-        stages=ended.seconds,
-        error=ended.error,
-        outcome=ended.outcome,
-        detail=ended.detail or None,
+        stages=outcome.seconds,
+        error=outcome.error,
+        outcome=outcome.outcome,
+        detail=outcome.detail or None,
         mask_traces=form.mask_traces,
     )
     if not has_session:
-        result["metadata"]["timing"] = {"stages": ended.seconds}
-    result["node_id"] = ended.node_id or result["node_id"]
+        result["metadata"]["timing"] = {"stages": outcome.seconds}
+    result["node_id"] = outcome.node_id or result["node_id"]
     result["metadata"] |= {
         "sample": sample,
-        "turns": ended.turns,
-        "sampled_tokens": ended.tokens,
-        "oldest_version": ended.oldest_version,
-        "newest_version": ended.newest_version,
-        "lag": ended.lag,
-        "stale": ended.stale,
+        "turns": outcome.turns,
+        "sampled_tokens": outcome.tokens,
+        "oldest_version": outcome.oldest_version,
+        "newest_version": outcome.newest_version,
+        "lag": outcome.lag,
+        "stale": outcome.stale,
     }
     return result
 
 
-def with_outcome(session: Session, ended: SessionOutcome) -> Session:
-    """With the verdict that counts: what a node said of the session in time."""
-    return msgspec.structs.replace(session, reward=ended.reward, reason=ended.reason, evidence=ended.evidence)
+def apply_outcome(session: Session, outcome: SessionOutcome) -> Session:
+    """Replaces the session's verdict by the outcome's, which is the one that counts."""
+    return msgspec.structs.replace(session, reward=outcome.reward, reason=outcome.reason, evidence=outcome.evidence)

@@ -1,6 +1,6 @@
 """Runs: experiments that share one service.
 
-What each may use, how far ahead of its trainer it may be, and which engines it has, with the policy that they hold.
+Each has quotas, a limit on how far it may run ahead of its trainer, and engines with their policy versions.
 """
 
 from typing import Literal
@@ -14,11 +14,11 @@ from polar.records.policy import PauseState
 
 
 class Quotas(Struct, frozen=True):
-    """None is without limit.
+    """None is unlimited.
 
-    `batch` and `max_lag` go together: sessions that run, and graded ones that no consumer has taken yet, are at most
-    `batch * (max_lag + 1)`. So a session that begins now is trained on at most `max_lag` batches later, and as soon as
-    the trainer takes some, as many begin."""
+    `batch` and `max_lag` belong together: running sessions and graded ones that no consumer has taken are at most
+    `batch * (max_lag + 1)`. So a session that begins now is trained on at most `max_lag` batches later, and sessions
+    begin as the trainer takes results."""
 
     max_running: int | None = None
     max_queued: int | None = None
@@ -31,14 +31,14 @@ class Quotas(Struct, frozen=True):
 
 
 class RunSettings(Struct):
-    """What is kept of a run."""
+    """The stored settings of a run."""
 
     quotas: Quotas = field(default_factory=Quotas)
-    added: list[str] = []  # replicas, besides those of the configuration
+    added: list[str] = []  # replicas besides the configured ones
     removed: list[str] = []
     paused: PauseState | None = None
-    compat: Compat | None = None  # whose meaning its tasks have [default: the server's]
-    since: int = 0  # the generation of the engines in which they were frozen last
+    compat: Compat | None = None  # semantics of its tasks [default: the server's]
+    since: int = 0  # the generation in which its engines were last frozen
     engine: RunEngine = RunEngine()
 
     @classmethod
@@ -53,7 +53,7 @@ OnStale = Literal["mark", "cancel"]
 
 
 class StalenessLimits(Struct, frozen=True):
-    """What a task says about the age of the policy that its tokens come from (fields of a TaskRequest)."""
+    """A task's limits on the age of the policy that sampled its tokens (fields of a TaskRequest)."""
 
     oldest_version: int | None = None
     max_lag: int | None = None
@@ -73,14 +73,14 @@ _staleness_decoder = msgspec.json.Decoder(StalenessLimits)
 
 
 def parse_staleness_limits(request: str) -> StalenessLimits:
-    """Of a TaskRequest, as JSON."""
+    """`request` is a TaskRequest, as JSON."""
     return _staleness_decoder.decode(request)
 
 
 class RunRegistry:
-    """All runs, and the state that their engines are to be in, in memory.
+    """All runs with the desired state of their engines, in memory.
 
-    Nodes put it in force (engines.base.DesiredEngines). Whoever changes it stores the change.
+    Nodes apply that state (engines.base.DesiredEngines). Callers that change it store the change.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class RunRegistry:
         generation: int,
         server: str,
     ) -> None:
-        """`configured` are the replicas of the default run; `versions` are by URL, whatever run has it; `server` is the
-        id of the store where all of it is kept."""
+        """`configured` are the replicas of the default run; `versions` are by URL, for all runs; `server` is the id of
+        the server's store."""
         self._configured = configured
         self.versions = versions
         self.runs = runs
@@ -102,63 +102,63 @@ class RunRegistry:
     @property
     def engines(self) -> DesiredEngines:
         pools = {
-            run: self.pool_state(run)
+            run: self.get_pool(run)
             for run in {DEFAULT_RUN, *self.runs}
             if run == DEFAULT_RUN or self._has_own_engines(run)
         }
         return DesiredEngines(self._generation, pools, self._server)
 
     def advance_generation(self) -> int:
-        """To be called after every change: the generation that it belongs to."""
+        """To be called after every change. Returns the new generation."""
         self._generation += 1
         return self._generation
 
     def pause(self, run: str, mode: PauseState | None) -> None:
-        settings = self.settings(run)
+        settings = self.get_settings(run)
         if mode == "freeze" and settings.paused not in ("freeze", "settle"):
             settings.since = self._generation + 1
         settings.paused = mode
 
-    def settings(self, run: str) -> RunSettings:
+    def get_settings(self, run: str) -> RunSettings:
         return self.runs.setdefault(run, RunSettings())
 
-    def quotas(self, run: str) -> Quotas:
+    def get_quotas(self, run: str) -> Quotas:
         return self.runs[run].quotas if run in self.runs else Quotas()
 
-    def compat(self, run: str) -> Compat | None:
+    def get_compat(self, run: str) -> Compat | None:
         return self.runs[run].compat if run in self.runs else None
 
-    def pool_state(self, run: str) -> DesiredPool:
+    def get_pool(self, run: str) -> DesiredPool:
         settings = self.runs.get(run, RunSettings())
-        replicas = [DesiredReplica(url, self.versions.get(url, 0)) for url in self.replica_urls(run)]
+        replicas = [DesiredReplica(url, self.versions.get(url, 0)) for url in self.get_replica_urls(run)]
         return DesiredPool(replicas, settings.paused, settings.since, settings.engine)
 
-    def replica_urls(self, run: str) -> list[str]:
-        """A run's own replicas, else the default's."""
+    def get_replica_urls(self, run: str) -> list[str]:
+        """The run's own replicas, else those of the default run."""
         settings = self.runs.get(run, RunSettings())
         if run != DEFAULT_RUN and not self._has_own_engines(run):
-            return self.replica_urls(DEFAULT_RUN)
+            return self.get_replica_urls(DEFAULT_RUN)
         configured = self._configured if run == DEFAULT_RUN else []
         return [url for url in dict.fromkeys((*configured, *settings.added)) if url not in settings.removed]
 
-    def newest_version(self, run: str) -> int:
-        """The newest version that any of a run's replicas has."""
-        return max((self.versions.get(url, 0) for url in self.replica_urls(run)), default=0)
+    def get_newest_version(self, run: str) -> int:
+        """The newest version among the run's replicas."""
+        return max((self.versions.get(url, 0) for url in self.get_replica_urls(run)), default=0)
 
     def _has_own_engines(self, run: str) -> bool:
-        """Engines, or a model that those of the default run don't have."""
+        """Whether the run has replicas of its own, or another engine than the default run."""
         return run in self.runs and (bool(self.runs[run].added) or self.runs[run].engine != RunEngine())
 
     def add_replica(self, run: str, url: str) -> None:
-        settings = self.settings(run)
+        settings = self.get_settings(run)
         settings.removed = [other for other in settings.removed if other != url]
-        if url not in self.replica_urls(run) or (run != DEFAULT_RUN and url not in settings.added):
+        if url not in self.get_replica_urls(run) or (run != DEFAULT_RUN and url not in settings.added):
             settings.added = [*settings.added, url]
 
     def remove_replica(self, run: str, url: str) -> bool:
-        """False where it is none of the run's."""
-        settings = self.settings(run)
-        if url not in (self.replica_urls(run) if run == DEFAULT_RUN else settings.added):
+        """False where the run has no such replica."""
+        settings = self.get_settings(run)
+        if url not in (self.get_replica_urls(run) if run == DEFAULT_RUN else settings.added):
             return False
         settings.added = [other for other in settings.added if other != url]
         if run == DEFAULT_RUN and url in self._configured:

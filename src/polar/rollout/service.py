@@ -1,9 +1,9 @@
 """The rollout service without its HTTP.
 
     trainers ─► RolloutService ─► Queue (the database: the truth) ◄─ LeaseManager ◄─ nodes
-                    Ledger: what is counted, and who waits        EngineController ─► engines and policy, at every node
+                    Ledger: counts, and who waits for them        EngineController ─► engines and policy, at every node
 
-What is in memory here can be made anew from the database by the next start.
+All state in memory can be rebuilt from the database.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from polar.rollout.ledger import Ledger
 from polar.rollout.queue import Queue, QueueDatabase, Superseded
 from polar.rollout.queue.database import TransactionalStore
 from polar.rollout.queue.records import ConsumerPosition, Lane, NewTask, TaskRow, WorkRow
-from polar.rollout.results import task_status
+from polar.rollout.results import get_task_status
 from polar.rollout.runs import Quotas, RunRegistry, RunSettings
 from polar.store.base import Store
 
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 _RECOUNT_SECONDS = 60.0
 _CHECKS_PER_TERM = 4
-"""Looks for silent nodes in the time after which a silent node is lost."""
+"""Checks for silent nodes within the time after which a silent node is lost."""
 _RETENTION_MARKS = 100
-"""In the time that results are kept."""
+"""Within the time that results are kept."""
 _MAX_DELETED_TASKS = 50
-"""In one transaction: others write meanwhile."""
+"""In one transaction, so that other writers don't wait for long."""
 _RETENTION_FACT = "retention"
 
 
@@ -75,8 +75,8 @@ class RolloutService:
         versions: Callable[[], Awaitable[dict[str, int]]],
         check: Callable[[TaskRequest], Awaitable[None]] | None = None,
     ) -> None:
-        """`replicas` are those of the configuration, `versions` tells what they hold. `check` raises ConfigError where
-        a task can't be run."""
+        """`replicas` are those of the configuration; `versions` loads their policy versions. `check` raises ConfigError
+        where a task can't be run."""
         self._store = store
         self._settings = settings
         self._store_id = store_id
@@ -85,20 +85,20 @@ class RolloutService:
         self._check = check
         self.events = EventBus()
         self.ledger = Ledger(self.events)
-        self.superseded = asyncio.Event()  # another server has taken over
-        self.failed = asyncio.Event()  # something that it can't do without has ended
+        self.superseded = asyncio.Event()  # another server has taken over the database
+        self.failed = asyncio.Event()  # a task that the service needs has failed
         self._database: QueueDatabase
         self._queue: Queue
         self._run_registry: RunRegistry
         self._consumers: dict[tuple[str, str], ConsumerPosition] = {}
-        self._admission_lock = asyncio.Lock()  # what may be queued is looked at and used up by one at a time
+        self._admission_lock = asyncio.Lock()  # checks the queue's quota and uses it in one step
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "RolloutService":
         database = self._database = await QueueDatabase.open(self._store)
         queue = self._queue = Queue(database)
-        runs = {run: RunSettings.decode(text) for run, text in (await queue.runs()).items()}
-        versions = await self._versions()  # only now: until then an older server may have set others
+        runs = {run: RunSettings.decode(text) for run, text in (await queue.load_runs()).items()}
+        versions = await self._versions()  # after `open`: until then an older server may have changed them
         self._run_registry = RunRegistry(self._replicas, versions, runs, database.epoch << 32, self._store_id)
         self.lease_manager = LeaseManager(
             queue,
@@ -114,9 +114,9 @@ class RolloutService:
         self.engine_controller = EngineController(
             self._run_registry, self.lease_manager, queue, self._store, self.events
         )
-        await queue.requeue(await queue.waiting_work())
-        self._consumers = await queue.consumers()
-        database.uncertain_commits += 1  # nothing was counted yet
+        await queue.requeue(await queue.list_waiting_work())
+        self._consumers = await queue.load_consumers()
+        database.uncertain_commits += 1  # forces the first count
         await self._recount()
         self._schedule(0, self._maintain)
         if self._settings.retention_hours is not None:
@@ -134,7 +134,7 @@ class RolloutService:
         return self.ledger.closed
 
     def close(self) -> None:
-        """Whoever waits for something is answered; the rest is for the end of the context."""
+        """Answers everyone who waits. The rest is done when the context ends."""
         self.ledger.close()
         self.events.close()
         self.lease_manager.wake_all()
@@ -142,38 +142,38 @@ class RolloutService:
     # Tasks
 
     async def submit(self, tasks: list[TaskRequest]) -> list[SubmittedTask | RefusedTask]:
-        """Each by itself. Told twice, a task is there once; what it means is decided here."""
-        tasks = [task.with_semantics(self._semantics(task.run)) for task in tasks]
+        """Submits each task independently. Submitting is idempotent. A task's semantics are fixed here."""
+        tasks = [task.with_semantics(self._get_semantics(task.run)) for task in tasks]
         answers: dict[int, SubmittedTask | RefusedTask] = {}
-        wanted: dict[int, NewTask] = {}
+        new_tasks: dict[int, NewTask] = {}
         admitted_samples: defaultdict[str, int] = defaultdict(int)
         refusals = [await self._check_runnable(task) for task in tasks]
         async with self._admission_lock:
             for number, task in enumerate(tasks):
-                refused = refusals[number] or await self._check_queue_quota(task, admitted_samples[task.run])
-                if refused is not None:
-                    answers[number] = refused
+                refusal = refusals[number] or await self._check_queue_quota(task, admitted_samples[task.run])
+                if refusal is not None:
+                    answers[number] = refusal
                 else:
                     admitted_samples[task.run] += task.num_samples
-                    wanted[number] = _to_new_task(task)
-            admitted = await self._queue.submit(list(wanted.values())) if wanted else []
-            for (number, new), one in zip(wanted.items(), admitted, strict=True):
-                if one.row.digest != new.digest:
-                    error = f"Task {new.task_id} is there already, with other content: give it another task_id."
+                    new_tasks[number] = _to_new_task(task)
+            admitted = await self._queue.submit(list(new_tasks.values())) if new_tasks else []
+            for (number, new), admitted_task in zip(new_tasks.items(), admitted, strict=True):
+                if admitted_task.row.digest != new.digest:
+                    error = f"A different task with the id {new.task_id} already exists: use another task_id."
                     answers[number] = RefusedTask(new.task_id, 409, error)
                     continue
-                answers[number] = SubmittedTask(new.task_id, task_status(one.row))
-                if one.replaced is not None:
-                    self.ledger.forget_ended_task(one.replaced)
-                if one.is_new:
+                answers[number] = SubmittedTask(new.task_id, get_task_status(admitted_task.row))
+                if admitted_task.replaced is not None:
+                    self.ledger.forget_ended_task(admitted_task.replaced)
+                if admitted_task.is_new:
                     self.ledger.record_submitted(Lane(new.run, new.lane), new.task_id, new.samples)
-                elif one.has_new_callback:
+                elif admitted_task.has_new_callback:
                     self.ledger.announce_redirect(new.run, new.task_id)
         self.ledger.notify_work()
         return [answers[number] for number in range(len(tasks))]
 
-    def _semantics(self, run: str) -> TaskSemantics:
-        return SEMANTICS[self._run_registry.compat(run) or self._settings.compat]
+    def _get_semantics(self, run: str) -> TaskSemantics:
+        return SEMANTICS[self._run_registry.get_compat(run) or self._settings.compat]
 
     async def _check_runnable(self, task: TaskRequest) -> RefusedTask | None:
         if self._check is not None:
@@ -185,32 +185,32 @@ class RolloutService:
 
     async def _check_queue_quota(self, task: TaskRequest, admitted_samples: int) -> RefusedTask | None:
         await self._recount_if_uncertain()
-        most = self._run_registry.quotas(task.run).max_queued
-        queued = self.ledger.run_counts(task.run).queued + admitted_samples if most is not None else 0
-        if most is not None and task.num_samples > most:
-            error = f"It has {task.num_samples} samples, more than the run may have queued ({most}): raise its quota."
+        max_queued = self._run_registry.get_quotas(task.run).max_queued
+        queued = self.ledger.sum_counts(task.run).queued + admitted_samples if max_queued is not None else 0
+        if max_queued is not None and task.num_samples > max_queued:
+            error = f"The task has {task.num_samples} samples; run {task.run} may queue {max_queued}: raise its quota."
             return RefusedTask(task.task_id, 422, error)
-        if most is not None and queued + task.num_samples > most:
-            known = await self._queue.task(task.run, task.task_id)
+        if max_queued is not None and queued + task.num_samples > max_queued:
+            known = await self._queue.get_task(task.run, task.task_id)
             if known is not None and (known.state == "running" or task.semantics.resubmit_ended == "keep"):
-                return None  # it is in already
-            error = f"Run {task.run} has {queued} sessions queued, and may have {most}: try again later."
+                return None  # it is queued already
+            error = f"Run {task.run} has {queued} sessions queued and may have {max_queued}: try again later."
             return RefusedTask(task.task_id, 429, error, retry_after=self._settings.beat_seconds)
         return None
 
-    async def recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
-        """The newest first."""
-        return await self._queue.recent_tasks(run, limit)
+    async def list_recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
+        """Newest first."""
+        return await self._queue.list_recent_tasks(run, limit)
 
-    async def task(self, run: str, task_id: str) -> TaskRow | None:
-        return await self._queue.task(run, task_id)
+    async def get_task(self, run: str, task_id: str) -> TaskRow | None:
+        return await self._queue.get_task(run, task_id)
 
-    async def task_work(self, run: str, task_id: str) -> list[WorkRow]:
-        """One for each sample."""
-        return await self._queue.task_work(run, task_id)
+    async def list_task_work(self, run: str, task_id: str) -> list[WorkRow]:
+        """One row for each sample."""
+        return await self._queue.list_task_work(run, task_id)
 
     async def cancel(self, run: str, task_id: str, reason: str = "cancelled") -> int | None:
-        """How many sessions it ends, now or soon; None where there is no such task."""
+        """Cancels a task. Returns how many of its sessions end, now or soon; None where there is no such task."""
         changes = await self._queue.cancel(run, task_id, reason)
         if changes is None:
             return None
@@ -220,30 +220,30 @@ class RolloutService:
 
     # Results
 
-    async def sessions_after(self, run: str, after: int, limit: int) -> list[WorkRow]:
-        return await self._queue.work_after(run, after, limit)
+    async def list_sessions_after(self, run: str, after: int, limit: int) -> list[WorkRow]:
+        return await self._queue.list_work_after(run, after, limit)
 
-    async def groups_after(self, run: str, after: int, limit: int) -> list[TaskRow]:
-        return await self._queue.tasks_after(run, after, limit)
+    async def list_groups_after(self, run: str, after: int, limit: int) -> list[TaskRow]:
+        return await self._queue.list_tasks_after(run, after, limit)
 
     async def wait_for_results(self, run: str, after: int, seconds: float, unit: ResultUnit) -> None:
-        """Until there may be something beyond `after`."""
+        """Waits until there may be results beyond `after`, or `seconds` have passed."""
         await self.ledger.wait_for_results(run, after, seconds, unit)
 
     async def update_consumer(self, run: str, consumer: str, cursor: int | None, unit: ResultUnit) -> int:
-        """Remembers up to where a consumer has taken everything; without a cursor, tells it."""
+        """Records that a consumer has taken all results up to `cursor`. Returns its cursor."""
         known = self._consumers.get((run, consumer), ConsumerPosition(0, unit))
-        if cursor is None or (taken := ConsumerPosition(cursor, unit)) == known:
+        if cursor is None or (position := ConsumerPosition(cursor, unit)) == known:
             return known.cursor
-        await self._queue.save_consumer(run, consumer, taken)
-        self._consumers[run, consumer] = taken
+        await self._queue.save_consumer(run, consumer, position)
+        self._consumers[run, consumer] = position
         await self._count_untaken(run)
         self.ledger.notify_work()
         return cursor
 
-    async def tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]:
-        """Ended tasks whose callback is not acknowledged, by the cursor of their end."""
-        return await self._queue.tasks_awaiting_callback(after, limit)
+    async def list_tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]:
+        """Ended tasks whose callback is not acknowledged, ordered by cursor."""
+        return await self._queue.list_tasks_awaiting_callback(after, limit)
 
     async def finish_callback(self, run: str, task_id: str, *, acknowledged: bool = True) -> None:
         await self._queue.set_callback_state(run, task_id, "acknowledged" if acknowledged else "given_up")
@@ -251,30 +251,30 @@ class RolloutService:
     # Runs and nodes
 
     async def set_quotas(self, run: str, quotas: Quotas) -> None:
-        settings = self._run_registry.settings(run)
+        settings = self._run_registry.get_settings(run)
         settings.quotas = quotas
         await self._queue.save_run(run, settings.encode())
         await self._count_untaken(run)
         self.ledger.notify_work()
 
     async def set_compat(self, run: str, compat: Compat | None) -> None:
-        """Whose meaning the run's tasks have that are submitted from now on; None: the server's."""
-        settings = self._run_registry.settings(run)
+        """Sets the semantics of tasks that are submitted to the run from now on; None: the server's."""
+        settings = self._run_registry.get_settings(run)
         settings.compat = compat
         await self._queue.save_run(run, settings.encode())
 
-    def compat(self, run: str) -> Compat | None:
-        return self._run_registry.compat(run)
+    def get_compat(self, run: str) -> Compat | None:
+        return self._run_registry.get_compat(run)
 
-    def quotas(self) -> dict[str, Quotas]:
+    def list_quotas(self) -> dict[str, Quotas]:
         return {run: settings.quotas for run, settings in self._run_registry.runs.items()}
 
-    def status(self) -> dict[str, dict[str, int]]:
-        """By run: sessions in each state."""
-        found = {}
+    def count_sessions(self) -> dict[str, dict[str, int]]:
+        """Sessions in each state, by run."""
+        status = {}
         for run in sorted({DEFAULT_RUN, *self.ledger.totals, *(lane.run for lane in self.ledger.lanes)}):
-            counts, totals = self.ledger.run_counts(run), self.ledger.totals[run]
-            found[run] = {
+            counts, totals = self.ledger.sum_counts(run), self.ledger.totals[run]
+            status[run] = {
                 "tasks": totals.tasks,
                 "queued": counts.queued,
                 "leased": counts.leased,
@@ -282,81 +282,82 @@ class RolloutService:
                 "done": totals.ended,
                 "usable": totals.usable,
             }
-            if self._run_registry.quotas(run).max_ahead is not None:
-                found[run]["untaken"] = self.ledger.untaken[run]
-        return found
+            if self._run_registry.get_quotas(run).max_ahead is not None:
+                status[run]["untaken"] = self.ledger.untaken[run]
+        return status
 
-    def nodes(self) -> list[NodeView]:
-        """Those that run sessions."""
-        return [
-            shown for one in self.lease_manager.members.values() if (shown := one.view()) is not None and shown.slots
-        ]
+    def list_nodes(self) -> list[NodeView]:
+        """Nodes that run sessions."""
+        views = [member.to_view() for member in self.lease_manager.members.values()]
+        return [view for view in views if view is not None and view.slots]
 
-    # Looking after it
+    # Maintenance
 
     async def _recount_if_uncertain(self) -> None:
         if self._database.is_uncertain:
             await self._recount()
 
     async def _recount(self) -> None:
-        """From time to time; and all that is in memory, where the queue is in doubt."""
-        doubts = self._database.uncertain_commits
+        """Recounts the queue; where a commit is uncertain, also restores everything else from the database."""
+        uncertain_commits = self._database.uncertain_commits
         if self._database.is_uncertain:
-            self.ledger.totals.update(await self._queue.totals())
+            self.ledger.totals.update(await self._queue.load_totals())
             await self.lease_manager.restore()
             self.ledger.wake_all_readers()
-            self.events.mark_lagged("the store was in doubt")
-        self.ledger.lanes = await self._queue.counts()
+            self.events.mark_lagged("a commit of the store was uncertain")
+        self.ledger.lanes = await self._queue.load_counts()
         for run in list(self._run_registry.runs):
             await self._count_untaken(run)
-        self._database.reconcile(doubts)
+        self._database.reconcile(uncertain_commits)
 
     async def _count_untaken(self, run: str) -> None:
-        """Only where a quota asks for it: it takes a look at the database."""
-        if self._run_registry.quotas(run).max_ahead is not None:
-            consumers = [taken for (of, _), taken in self._consumers.items() if of == run] or [
-                ConsumerPosition(0, "session")
+        """Counts graded sessions that no consumer has taken, if a quota needs that: it queries the database."""
+        if self._run_registry.get_quotas(run).max_ahead is not None:
+            consumers = [
+                position for (consumer_run, _), position in self._consumers.items() if consumer_run == run
+            ] or [ConsumerPosition(0, "session")]
+            counts = [
+                await self._queue.count_usable_after(run, consumer.cursor, consumer.unit) for consumer in consumers
             ]
-            counts = [await self._queue.usable_after(run, taken.cursor, taken.unit) for taken in consumers]
-            self.ledger.untaken[run] = min(counts)  # what one has taken is trained on, though others still look
+            self.ledger.untaken[run] = min(counts)  # what one consumer has taken is trained on
 
     async def _maintain(self) -> None:
         loop = asyncio.get_running_loop()
         term = self._settings.lease_seconds
-        looked = counted = loop.time()
+        checked_at = counted_at = loop.time()
         while True:
             await asyncio.sleep(term / _CHECKS_PER_TERM)
             now = loop.time()
-            if now - looked > term / 2:
+            if now - checked_at > term / 2:
                 self.lease_manager.renew_terms()
-            looked = now
+            checked_at = now
             try:
                 await self._database.check_epoch()
                 await self.lease_manager.expire_silent_members(now)
                 await self.lease_manager.record_lifetimes()
-                if now - counted > _RECOUNT_SECONDS or self._database.is_uncertain:
-                    counted = now
+                if now - counted_at > _RECOUNT_SECONDS or self._database.is_uncertain:
+                    counted_at = now
                     await self._recount()
             except Superseded as error:
                 log.error("%s", error)
                 self.superseded.set()
                 return
             except StoreError as error:
-                log.error("The queue can't be looked after: %s", error)
+                log.error("The maintenance of the queue failed: %s", error)
 
     def _schedule(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-        async def wait() -> None:
+        async def run_later() -> None:
             await asyncio.sleep(seconds)
             await work()
 
-        task = asyncio.get_running_loop().create_task(wait())
+        task = asyncio.get_running_loop().create_task(run_later())
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("Something that the queue needs has failed", exc_info=error)
+            log.error("A background task of the queue has failed", exc_info=error)
             self.failed.set()
 
 
@@ -377,16 +378,15 @@ def _to_new_task(task: TaskRequest) -> NewTask:
 
 
 class RetentionMark(Struct, array_like=True):
-    served_seconds: float  # of all servers so far
-    cursor: int  # of the last result then
+    served_seconds: float  # by all servers so far
+    cursor: int  # of the last result at that time
 
 
 class Retention:
-    """How long ended tasks are kept.
+    """Deletes ended tasks after a number of hours.
 
-    Hours are those that servers have run on this database, one after the other: a clock that is set wrong makes
-    nothing older. From time to time a mark notes the last cursor; tasks that had ended by a mark that is old enough
-    are deleted.
+    Hours are counted while servers run on this database, so a wrong clock expires nothing. Marks record the last cursor
+    at regular times; tasks that had ended by an expired mark are deleted.
     """
 
     def __init__(self, queue: Queue, hours: float) -> None:
@@ -397,7 +397,7 @@ class Retention:
     async def run(self) -> None:
         """Runs until it is cancelled."""
         loop = asyncio.get_running_loop()
-        known = await self._queue.fact(_RETENTION_FACT)
+        known = await self._queue.load_fact(_RETENTION_FACT)
         self._marks = [RetentionMark(0.0, 0)] if known is None else msgspec.json.decode(known, type=list[RetentionMark])
         began = loop.time() - self._marks[-1].served_seconds
         while True:
@@ -408,10 +408,10 @@ class Retention:
                 log.error("Expired tasks could not be deleted: %s", error)
 
     async def _delete_expired(self, served: float) -> None:
-        self._marks.append(RetentionMark(served, await self._queue.last_cursor()))
-        old = [mark for mark in self._marks if mark.served_seconds <= served - self._seconds]
-        if old:
-            while await self._queue.delete_ended_tasks(old[-1].cursor, _MAX_DELETED_TASKS):
+        self._marks.append(RetentionMark(served, await self._queue.read_last_cursor()))
+        expired = [mark for mark in self._marks if mark.served_seconds <= served - self._seconds]
+        if expired:
+            while await self._queue.delete_ended_tasks(expired[-1].cursor, _MAX_DELETED_TASKS):
                 pass
-            self._marks = [mark for mark in self._marks if mark.served_seconds >= old[-1].served_seconds]
+            self._marks = [mark for mark in self._marks if mark.served_seconds >= expired[-1].served_seconds]
         await self._queue.save_fact(_RETENTION_FACT, msgspec.json.encode(self._marks).decode())

@@ -1,14 +1,14 @@
-"""A runtime: where a harness runs, and where what it did is graded.
+"""Runtimes: where harnesses run and their work is graded.
 
     create -> started -> run*, put*, get* -> stopped (every process dead, files still there) -> removed (nothing left)
                   ^-- restart --------------+
 
-A runtime is a place with its own files, processes and limits. Nothing that runs inside can outlive it, reach the
-network (but for the gateway, through one address), or see another runtime. What a runtime holds on the machine
-(processes, mounts, cgroups, sockets, folders) carries its id, so that a node that starts again finds and removes what
-a crash left.
+A runtime has its own files, processes and limits. Nothing that runs inside can outlive it, see another runtime, or
+reach the network except the gateway. Everything that a runtime occupies on the machine (processes, mounts, cgroups,
+sockets, folders) carries its id, so that a restarted node finds and removes what a crash left.
 
-Kinds are plug-ins (entry points `polar.runtimes`); `polar.testing.RuntimeContract` is the contract that each must pass.
+Backends are plug-ins (entry points `polar.runtimes`); `polar.testing.RuntimeContract` is the contract that each must
+pass.
 """
 
 from collections.abc import Collection
@@ -23,11 +23,11 @@ from polar.errors import PolarError
 Network = Literal["gateway", "none", "internet"]
 
 SHARED_USERS = "user ids (inotify, pipes and signals are shared)"
-"""An isolation gap, for `list_isolation_gaps`: sandboxes have no range of user ids of their own."""
+"""An isolation gap, for `list_isolation_gaps`: sandboxes share user ids."""
 
 
 class Limits(Struct, frozen=True):
-    """None is no limit of ours."""
+    """None is unlimited."""
 
     cpus: float | None = None
     memory_mb: int | None = None
@@ -36,16 +36,16 @@ class Limits(Struct, frozen=True):
 
 
 class Mount(Struct, frozen=True):
-    """A folder of the machine that is seen inside, read-only."""
+    """A folder of the machine that is visible inside, read-only."""
 
     source: Path
     target: str
 
 
 class RuntimeSpec(Struct, frozen=True):
-    """What a runtime is made of. Paths are those inside."""
+    """What a runtime is made from. Paths are those inside."""
 
-    image: str | None = None  # a kind's own: a Docker image or `build:FOLDER`, an unpacked root; None for the default
+    image: str | None = None  # depends on the backend: a Docker image, `build:FOLDER`, an unpacked root; None: default
     workdir: str = "/workspace"
     home: str = "/home/agent"  # the same in every session, since harnesses write it into their prompts
     env: dict[str, str] = field(default_factory=dict)
@@ -62,25 +62,24 @@ class CommandResult(Struct, frozen=True):
     seconds: float
     timed_out: bool = False
     out_of_memory: bool = False
-    output_truncated: bool = False  # it wrote more than was kept
+    output_truncated: bool = False  # it wrote more than `max_output`
 
 
 class SandboxError(PolarError):
-    """The platform's own failure: a runtime could not be made or used. Never the agent's fault, never a reward."""
+    """A failure of the platform: a runtime could not be made or used. Never the agent's fault, never a reward."""
 
 
 class CorruptedRuntimeError(PolarError):
-    """What ran inside left it so that it can't be started again: its own doing, and not the platform's."""
+    """The runtime can't be restarted, by the fault of what ran inside."""
 
 
 class TransferTooLargeError(PolarError):
-    """What `get` was asked for is more than may be taken: the doing of what ran inside."""
+    """A file or folder exceeds the limits of `get`, by the fault of what ran inside."""
 
 
 class FileState(Struct, frozen=True):
-    """What stands at a path. The kernel sets `changed_ns` at every change of a file or of what is known of it, and
-    nothing that runs inside can set it: two runtimes of one image in which a path has the same state have the same
-    content there."""
+    """The state of a path. The kernel sets `changed_ns` at every change of a file or its metadata, and nothing inside
+    can set it: if a path has the same state in two runtimes of one image, it has the same content."""
 
     kind: Literal["file", "folder", "link"]
     mode: int  # permissions
@@ -101,7 +100,7 @@ class Runtime(Protocol):
         ...
 
     def path(self, inside: str) -> str:
-        """How a command must spell a path: as it is, but for kinds that have no root of their own (`local`)."""
+        """How a command must spell a path: unchanged, except for backends without a root of their own (`local`)."""
         ...
 
     async def run(
@@ -115,29 +114,29 @@ class Runtime(Protocol):
         output: Path | None = None,
         max_output: int = 64 * 1024 * 1024,
     ) -> CommandResult:
-        """Runs a command to its end. Standard output and error go to the file `output`, as they come. At the time-out,
-        and when the call is cancelled, the command dies with everything that it started, inside. A program that isn't
-        there is exit code 127, and death by a signal 128 + its number, as in a shell."""
+        """Runs a command to its end. Standard output and error are written to the file `output` as they come. At the
+        time-out, and when the call is cancelled, the command and everything that it started are killed. A missing
+        program is exit code 127, death by a signal 128 plus its number, as in a shell."""
         ...
 
     async def put(self, source: Path | bytes, path: str) -> None:
-        """A file or a folder, or the bytes of a file."""
+        """Writes a file or a folder into the runtime; `source` may be the bytes of a file."""
         ...
 
     async def get(self, path: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
-        """A file or a folder, whole or not at all. Links are not followed: they come as links, and those that lead out
-        of what was asked for, like devices and sockets, not at all; with `all_links` they come too, for a copy that
-        goes into another runtime and that nobody here reads through a link. FileNotFoundError where there is no file
-        or folder of that name, TransferTooLargeError where it is more than `max_bytes`."""
+        """Copies a file or a folder out of the runtime, atomically. Links are copied as links, not followed; links that
+        lead out of the folder, devices and sockets are omitted. `all_links` includes all links, for a copy that goes
+        into another runtime and is not read through links here. Raises FileNotFoundError where there is no such file
+        or folder, TransferTooLargeError where it exceeds `max_bytes`."""
         ...
 
     async def delete(self, paths: list[str]) -> None:
-        """Removes files, links and folders, from outside. What is not there is fine; links are not followed."""
+        """Removes files, links and folders from outside. Missing paths are ignored; links are not followed."""
         ...
 
     async def list_entries(self, path: str, *, exclude: Collection[str] = ()) -> dict[str, FileState]:
-        """The files, folders and links at and below a path, by absolute path, found from outside and without following
-        a link. `exclude` are paths that are left out, with what is below them. Nothing where there is nothing."""
+        """The files, folders and links at and below a path, by absolute path, listed from outside without following
+        links. `exclude` are paths that are omitted with everything below them. Empty for a missing path."""
         ...
 
     async def stop(self) -> None:
@@ -145,50 +144,49 @@ class Runtime(Protocol):
         ...
 
     async def restart(self) -> None:
-        """After `stop`: commands can be run again, over the files as they stand (but for those in memory: /dev/shm). No
-        process from before is there. CorruptedRuntimeError where what ran inside broke
-        what a start needs."""
+        """After `stop`: commands can run again over the same files (except those in memory: /dev/shm). No earlier
+        process is left. Raises CorruptedRuntimeError where what ran inside broke what a start needs."""
         ...
 
     async def remove(self) -> None:
-        """Stops it, and leaves nothing behind. May be called at any time, and again."""
+        """Stops the runtime and leaves nothing behind. May be called at any time, repeatedly."""
         ...
 
 
 class RuntimeBackend(Protocol):
-    """Makes runtimes of one kind. Is itself made with the folder that it may keep its state in (`state`) and the
-    address of the gateway on this machine (`gateway`: `http://HOST:PORT`, or `unix:PATH`)."""
+    """Makes runtimes. Constructed with a folder for its state (`state`) and the gateway's address on this machine
+    (`gateway`: `http://HOST:PORT` or `unix:PATH`)."""
 
     name: str
 
     async def check_availability(self) -> str | None:
-        """Why there can be none here, with what to do; None where there can."""
+        """Why the backend does not work here, with advice; None where it works."""
         ...
 
     def check_image(self, image: str | None) -> str | None:
-        """What is wrong with an image's name, with what to do; None where nothing is."""
+        """What is wrong with an image's name, with advice; None where it is valid."""
         ...
 
     async def prepare(self, image: str | None) -> None:
-        """Makes ready what runtimes of this image share, so that creating one is quick."""
+        """Prepares what runtimes of this image share, so that creating one is fast."""
         ...
 
     async def create(self, id: str, spec: RuntimeSpec) -> Runtime:
-        """Not started yet."""
+        """Creates a runtime, not started yet."""
         ...
 
     def trial_image(self) -> AbstractAsyncContextManager[str | None]:
-        """An image for a trial of this kind, made here and for as long as it is needed; None where none is needed."""
+        """A temporary image for a trial of this backend; None where none is needed."""
         ...
 
     def list_isolation_gaps(self) -> list[str]:
-        """What runtimes made here do not isolate, or which limits they do not keep. Known once one was made."""
+        """Isolation and limits that runtimes lack here. Known once one was made."""
         ...
 
     async def sweep(self) -> list[str]:
-        """Removes what runtimes of an earlier process left; their ids."""
+        """Removes what runtimes of an earlier process left. Returns their ids."""
         ...
 
     async def close(self) -> None:
-        """Removes every runtime that is still there, and what they shared."""
+        """Removes every remaining runtime and what they shared."""
         ...

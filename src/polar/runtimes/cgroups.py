@@ -27,7 +27,7 @@ _CPU_PERIOD_US = 100_000
 _REMOVAL_SECONDS = 10.0
 
 
-def cgroup_name(id: str) -> str:
+def make_cgroup_name(id: str) -> str:
     return f"polar-{id}"
 
 
@@ -78,11 +78,11 @@ class CgroupHierarchies:
         """A group with these limits, not made yet; None where nothing can be made. So many processes in it are ours."""
         if self._kill_hierarchy is None:
             return None
-        files: dict[Path, dict[str, str]] = {self._kill_hierarchy / cgroup_name(id): {}}
+        files: dict[Path, dict[str, str]] = {self._kill_hierarchy / make_cgroup_name(id): {}}
         for name, values in build_limit_files(limits, own_processes, self._delegated).items():
             if name not in self.missing_controllers:
                 folder = self._kill_hierarchy if name in self._delegated else self._v1[name]
-                files.setdefault(folder / cgroup_name(id), {}).update(values)
+                files.setdefault(folder / make_cgroup_name(id), {}).update(values)
         return Cgroup(files, unified=self._unified is not None)
 
 

@@ -1,9 +1,9 @@
-"""Files in and out of a runtime's root, from outside, while what runs inside may be changing them.
+"""Copies files in and out of a runtime's root, from outside, while processes inside may be changing them.
 
-What is inside is trusted in nothing. Folders are opened one below another and held open; the last part of a path is
-never followed where it is a link; a link on the way is resolved as inside. Only plain files, folders and links are
-copied, and a link only if no chain of links can lead out of what is copied: it may climb (`..`) at its start, through
-folders that are real, but not above the top. Who asks for all links gets them as they are, and follows none.
+Nothing inside is trusted. Folders are opened one below another and held open; the last part of a path is never
+followed if it is a link; a link on the way is resolved as inside. Only plain files, folders and links are copied, and a
+link only if no chain of links can lead out of the copy: it may climb (`..`) at its start, through real folders, but not
+above the top. With `all_links`, links are copied unchanged and none is followed.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from typing import Any, Protocol, TypeVar
 from polar.runtimes import linux
 from polar.runtimes.base import FileState, TransferTooLargeError
 
-_ENTRY_COST_BYTES = 512  # what an entry counts besides its content: a million empty files are not free
-_MAX_ENTRIES = 1_000_000  # that are listed
-_MAX_DEPTH = 200  # folders below one another, each of which is held open
+_ENTRY_COST_BYTES = 512  # charged for each entry besides its content: a million empty files are not free
+_MAX_ENTRIES = 1_000_000  # in one listing
+_MAX_DEPTH = 200  # nested folders, each of which is held open
 _OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK_BYTES = 1 << 20
 _LAST_FIELD_INDEX = 3  # fields before the last one that is read: a name, a password, a number, and the group of a user
@@ -32,18 +32,18 @@ _LAST_FIELD_INDEX = 3  # fields before the last one that is read: a name, a pass
 _Result = TypeVar("_Result")
 
 Owner = tuple[int, int]
-"""A user and a group, by number. Where none is named, what is made belongs to this process's."""
+"""A user id and a group id. Without an owner, new entries belong to this process's user."""
 
 
 class NamespaceCaller(Protocol):
-    """Calls a function that works on an open descriptor, by its name, in another user namespace."""
+    """Calls a function by name, on an open descriptor, in another user namespace."""
 
     def call(self, operation: str, subject: int, *arguments: object) -> Any: ...
 
 
 class FileTransfers:
-    """Those of one runtime that are under way. They run in threads, which go on when nobody waits for them any more:
-    until `wait_until_idle` returns, the root must stay open. A node without root has a worker do them."""
+    """The running transfers of a runtime. They run in threads, which continue after a cancellation: the root must stay
+    open until `wait_until_idle` returns. A node without root delegates them to a worker."""
 
     def __init__(self) -> None:
         self.worker: NamespaceCaller | None = None
@@ -79,9 +79,9 @@ class FileTransfers:
 
 
 def put(root: int, source: Path | bytes, path: str, owner: Owner | None = None) -> None:
-    """Places a file, a folder or bytes. What is in the way of a file is removed; folders are merged. What is made for
-    it is the owner's; a folder that was there stays whose it is."""
-    parent, name = _split(path)
+    """Writes a file, a folder or bytes. An entry in the way of a file is removed; folders are merged. New entries
+    belong to the owner; existing folders keep theirs."""
+    parent, name = _split_path(path)
     with _create_folders(root, parent, owner) as folder:
         if isinstance(source, bytes):
             with _new_file(folder, name, 0o644, owner) as target:
@@ -93,15 +93,15 @@ def put(root: int, source: Path | bytes, path: str, owner: Owner | None = None) 
 
 
 def make_folders(root: int, folders: tuple[str, ...], owner: Owner | None) -> None:
-    """Those that are missing, with those above them."""
+    """Makes missing folders with their parents."""
     for folder in folders:
         with _create_folders(root, folder, owner):
             pass
 
 
 def resolve_owner(root: int, user: str) -> Owner:
-    """Who an image's USER (`NAME`, `NUMBER`, each perhaps with `:GROUP`) is, as engines find it: by the files in there.
-    A number that is not in them has the group 0."""
+    """Resolves an image's USER (`NAME` or `NUMBER`, perhaps with `:GROUP`) like container engines, by the image's own
+    files. An unknown number has the group 0."""
     name, _, group = user.partition(":")
     users, groups = _read_colon_file(root, "/etc/passwd"), _read_colon_file(root, "/etc/group")
     user_entry = next((entry for entry in users if name in (entry[0], entry[2])), [name, "", name, "0"])
@@ -120,29 +120,29 @@ def _read_colon_file(root: int, path: str) -> list[list[str]]:
 
 
 def get(root: int, path: str, destination: Path, max_bytes: int, all_links: bool = False) -> None:
-    """Takes a file or a folder as `destination`, whole or not at all."""
-    parent, name = _split(path)
+    """Copies a file or a folder to `destination`, atomically."""
+    parent, name = _split_path(path)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    beside = destination.parent / f".polar-get-{secrets.token_hex(6)}"
+    partial = destination.parent / f".polar-get-{secrets.token_hex(6)}"
     try:
-        with _closing(linux.open_below(root, parent, os.O_PATH | os.O_DIRECTORY)) as folder:
-            _TreeCopy(path, max_bytes, all_links).copy_entry(folder, name, beside, PurePosixPath())
-        if not os.path.lexists(beside) or beside.is_symlink():
+        with _close_after(linux.open_below(root, parent, os.O_PATH | os.O_DIRECTORY)) as folder:
+            _TreeCopy(path, max_bytes, all_links).copy_entry(folder, name, partial, PurePosixPath())
+        if not os.path.lexists(partial) or partial.is_symlink():
             raise FileNotFoundError(2, "No file or folder", path)
         if destination.is_dir() and not destination.is_symlink():
             shutil.rmtree(destination)
-        os.replace(beside, destination)
+        os.replace(partial, destination)
     finally:
-        if beside.is_dir() and not beside.is_symlink():
-            shutil.rmtree(beside)
+        if partial.is_dir() and not partial.is_symlink():
+            shutil.rmtree(partial)
         else:
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 def delete(root: int, paths: list[str]) -> None:
-    """Removes what stands at the paths. A folder on the way that is a link leads as inside."""
+    """Removes the entries at the paths. Links on the way are resolved as inside."""
     for path in paths:
-        parent, name = _split(path)
+        parent, name = _split_path(path)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open_folder_inside(root, parent) as folder:
             _remove_entry(folder, name)
 
@@ -150,18 +150,18 @@ def delete(root: int, paths: list[str]) -> None:
 def list_entries(root: int, base_path: str, exclude: Collection[str] = ()) -> dict[str, FileState]:
     """The files, folders and links at and below a path, by absolute path."""
     excluded = frozenset(exclude)
-    found: dict[str, FileState] = {}
+    entries: dict[str, FileState] = {}
     top = posixpath.normpath(base_path)
 
-    def look(path: str, name: str, folder: int, depth: int) -> None:
+    def visit(path: str, name: str, folder: int, depth: int) -> None:
         if path in excluded:
             return
         try:
             state = _read_state(name, folder)
             if state is None:
                 return
-            found[path] = state
-            if len(found) > _MAX_ENTRIES:
+            entries[path] = state
+            if len(entries) > _MAX_ENTRIES:
                 raise TransferTooLargeError(f"{base_path} holds more than {_MAX_ENTRIES} files.")
             if state.kind != "folder":
                 return
@@ -170,36 +170,36 @@ def list_entries(root: int, base_path: str, exclude: Collection[str] = ()) -> di
             opened = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=folder)
         except (FileNotFoundError, NotADirectoryError):
             return
-        with _closing(opened):
+        with _close_after(opened):
             for entry in os.listdir(opened):
-                look(posixpath.join(path, entry), entry, opened, depth + 1)
+                visit(posixpath.join(path, entry), entry, opened, depth + 1)
 
-    parent, name = _split(top)
+    parent, name = _split_path(top)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open_folder_inside(root, parent) as folder:
-        look(top, name, folder, 0)
-    return found
+        visit(top, name, folder, 0)
+    return entries
 
 
 @contextlib.contextmanager
 def _open_folder_inside(root: int, path: str) -> Iterator[int]:
-    with _closing(linux.open_below(root, path, os.O_PATH | os.O_DIRECTORY)) as folder:
+    with _close_after(linux.open_below(root, path, os.O_PATH | os.O_DIRECTORY)) as folder:
         yield folder
 
 
 def _read_state(name: str, folder: int) -> FileState | None:
-    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    mode = stat.S_IMODE(found.st_mode)
-    if stat.S_ISDIR(found.st_mode):
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISDIR(status.st_mode):
         return FileState("folder", mode)
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return FileState("link", 0, target=os.readlink(name, dir_fd=folder))
-    if stat.S_ISREG(found.st_mode):
-        return FileState("file", mode, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    if stat.S_ISREG(status.st_mode):
+        return FileState("file", mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     return None
 
 
 class _TreeCopy:
-    """One `get`, with what it may still take."""
+    """One `get`, with its remaining allowance of bytes."""
 
     def __init__(self, path: str, max_bytes: int, all_links: bool) -> None:
         self._path = path
@@ -208,39 +208,39 @@ class _TreeCopy:
         self._remaining_bytes = max_bytes
 
     def copy_entry(self, folder: int, name: str, target: Path, relative_path: PurePosixPath) -> None:
-        """The entry `name` of an open folder; `relative_path` is where it stands below the top."""
+        """Copies the entry `name` of an open folder; `relative_path` is its path below the top."""
         self._charge(_ENTRY_COST_BYTES)
         if len(relative_path.parts) > _MAX_DEPTH:
             raise TransferTooLargeError(f"{self._path} has more than {_MAX_DEPTH} folders below one another.")
-        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if stat.S_ISLNK(found.st_mode):
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISLNK(status.st_mode):
             link = os.readlink(name, dir_fd=folder)
             if self._all_links or stays_below(relative_path, link):
                 target.symlink_to(link)
-        elif stat.S_ISDIR(found.st_mode):
+        elif stat.S_ISDIR(status.st_mode):
             target.mkdir()
-            with _closing(os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=folder)) as opened:
+            with _close_after(os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=folder)) as opened:
                 for entry in os.listdir(opened):
-                    # What is gone or another thing by now: it is still being changed, and this is how it stands.
+                    # The entry has vanished or changed its kind meanwhile.
                     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                         self.copy_entry(opened, entry, target / entry, relative_path / entry)
-        elif stat.S_ISREG(found.st_mode):
-            # A pipe or a device may have taken its place: opening must not wait, and the open file is looked at again.
+        elif stat.S_ISREG(status.st_mode):
+            # A pipe or a device may have replaced it: opening must not block, and the open file is checked again.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-            with _closing(os.open(name, flags, dir_fd=folder)) as source:
+            with _close_after(os.open(name, flags, dir_fd=folder)) as source:
                 if stat.S_ISREG(os.fstat(source).st_mode):
                     self._copy_file(source, target)
 
     def _copy_file(self, source: int, target: Path) -> None:
-        found = os.fstat(source)
-        if found.st_size > self._remaining_bytes:
-            self._charge(found.st_size)  # before a byte is read: a file of holes says how long it is
+        status = os.fstat(source)
+        if status.st_size > self._remaining_bytes:
+            self._charge(status.st_size)  # before a byte is read: a file of holes says how long it is
         with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", 0) as file:
             while data := os.read(source, _CHUNK_BYTES):
                 self._charge(len(data))
                 _write(file.fileno(), data)
-            os.fchmod(file.fileno(), (found.st_mode & 0o777) | 0o600)
-            os.utime(file.fileno(), ns=(found.st_mtime_ns, found.st_mtime_ns))
+            os.fchmod(file.fileno(), (status.st_mode & 0o777) | 0o600)
+            os.utime(file.fileno(), ns=(status.st_mtime_ns, status.st_mtime_ns))
 
     def _charge(self, size: int) -> None:
         self._remaining_bytes -= size
@@ -263,7 +263,7 @@ def _put_entry(source: Path, folder: int, name: str, owner: Owner | None) -> Non
         if owner is not None:
             os.chown(name, *owner, dir_fd=folder, follow_symlinks=False)
     elif stat.S_ISDIR(found.st_mode):
-        with _closing(_open_or_create_folder(folder, name, owner)) as opened:
+        with _close_after(_open_or_create_folder(folder, name, owner)) as opened:
             os.fchmod(opened, found.st_mode & 0o777 | 0o700)
             _put_children(source, opened, owner)
     elif stat.S_ISREG(found.st_mode):
@@ -297,7 +297,7 @@ def _open_or_create_folder(folder: int, name: str, owner: Owner | None) -> int:
 def _new_file(folder: int, name: str, mode: int, owner: Owner | None) -> Iterator[int]:
     _remove_entry(folder, name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with _closing(os.open(name, flags, 0o600, dir_fd=folder)) as target:
+    with _close_after(os.open(name, flags, 0o600, dir_fd=folder)) as target:
         yield target
         if owner is not None:
             os.fchown(target, *owner)
@@ -319,18 +319,18 @@ def _create_folders(root: int, path: str, owner: Owner | None) -> Iterator[int]:
     else is in the way is removed: it must not keep a grader's files out."""
     made = PurePosixPath("/")
     with contextlib.ExitStack() as held:
-        folder = held.enter_context(_closing(linux.open_below(root, "/", os.O_RDONLY | os.O_DIRECTORY)))
+        folder = held.enter_context(_close_after(linux.open_below(root, "/", os.O_RDONLY | os.O_DIRECTORY)))
         for name in PurePosixPath(path).parts[1:]:
             made /= name
             try:
                 opened = linux.open_below(root, str(made), os.O_RDONLY | os.O_DIRECTORY)
             except OSError:  # not there, or something else: made anew, in the folder that is open
                 opened = _open_or_create_folder(folder, name, owner)
-            folder = held.enter_context(_closing(opened))
+            folder = held.enter_context(_close_after(opened))
         yield folder
 
 
-def _split(path: str) -> tuple[str, str]:
+def _split_path(path: str) -> tuple[str, str]:
     """The folder and the name of an absolute path; the root itself is `.` of the root."""
     if not path.startswith("/"):
         raise ValueError(f"A path inside must be absolute: {path!r}.")
@@ -345,7 +345,7 @@ def _write(target: int, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _closing(fd: int) -> Iterator[int]:
+def _close_after(fd: int) -> Iterator[int]:
     try:
         yield fd
     finally:

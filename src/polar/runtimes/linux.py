@@ -96,11 +96,11 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def no_new_privileges() -> None:
+def forbid_new_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-def last_capability() -> int:
+def read_last_capability() -> int:
     with open("/proc/sys/kernel/cap_last_cap") as file:
         return int(file.read())
 

@@ -1,14 +1,14 @@
-"""`local`: commands of the machine itself, in a folder of their own. For trusted code: nothing is hidden or forbidden.
+"""`local`: runs commands on the machine itself, in a folder. For trusted code: no isolation.
 
-What it does keep: every process that a command starts dies at the time-out, and at `stop` (each command runs below a
-supervisor that adopts its orphans, so that daemons stay below it too); CPU, memory and process limits where cgroups can
-be made; files in a folder that is removed.
+Guaranteed: every process that a command starts dies at the time-out and at `stop` (each command runs below a supervisor
+that adopts its orphans, daemons included); CPU, memory and process limits hold where cgroups can be made; files are in
+a folder that is removed.
 
-What it can't: `image`, `disk_mb` and `network` are not kept, and paths inside are below the runtime's folder (`path`
-says where), so home and workdir differ from session to session. What a command has another service of the machine
-start (a container engine, systemd, at) is not followed there. A command that kills its own supervisor loses its
-orphans to the machine's init; they die with the runtime's cgroup where there is one, and in any case at the next
-sweep, which finds them by the runtime's id in their environment.
+Not supported: `image`, `disk_mb` and `network`. Paths inside are below the runtime's folder (see `path`), so home and
+workdir differ from session to session. Processes that another service starts for a command (a container engine,
+systemd, at) are not tracked. A command that kills its supervisor loses its orphans to the machine's init; they die with
+the runtime's cgroup if there is one, and at the latest at the next sweep, which finds them by the runtime's id in their
+environment.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class LocalRuntime:
         return self._backend.gateway_url
 
     def path(self, inside: str) -> str:
-        """Folders mounted into other kinds are where they are; everything else is below the runtime's folder."""
+        """Mounted folders keep their path on the machine; everything else is below the runtime's folder."""
         inside = posixpath.normpath(inside)
         for mount in self.spec.mounts:
             if inside == mount.target or inside.startswith(mount.target.rstrip("/") + "/"):
@@ -80,14 +80,14 @@ class LocalRuntime:
         if self._root_fd is None or self._stopped:
             raise SandboxError(f"Runtime {self.id} is not running.")
         entry = None if self._cgroup is None else self._cgroup.entry
-        usual = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
-        places = {"HOME": self.path(self.spec.home), "TMPDIR": self.path("/tmp"), _ID_VARIABLE: self.id}
+        default_env = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
+        runtime_env = {"HOME": self.path(self.spec.home), "TMPDIR": self.path("/tmp"), _ID_VARIABLE: self.id}
         job = {
             "job": "local",
             "into": None if entry is None else entry.unified_folder,
             "tasks": () if entry is None else entry.tasks_files,
             "argv": argv,
-            "env": usual | places | self.spec.env | (env or {}),
+            "env": default_env | runtime_env | self.spec.env | (env or {}),
             "cwd": self.path(cwd or self.spec.workdir),
         }
         killed = 0 if self._cgroup is None else self._cgroup.count_oom_kills()
@@ -105,14 +105,14 @@ class LocalRuntime:
         return mark_out_of_memory(completed, self._cgroup is not None and self._cgroup.count_oom_kills() > killed)
 
     def _follow(self, spawned: SpawnedJob) -> None:
-        """Daemons of a command that has ended are still below its supervisor, until `stop`."""
+        """Tracks a command's supervisor until it is gone: daemons of an ended command run below it until `stop`."""
 
-        def gone(_: object) -> None:
+        def forget(_: object) -> None:
             self._running.discard(spawned)
             spawned.close()
 
         self._running.add(spawned)
-        spawned.gone.add_done_callback(gone)
+        spawned.gone.add_done_callback(forget)
 
     async def put(self, source: Path | bytes, path: str) -> None:
         await self._transfers.put(self._require_root(), source, path)
@@ -128,7 +128,7 @@ class LocalRuntime:
 
     def _require_root(self) -> int:
         if self._root_fd is None:
-            raise SandboxError(f"Runtime {self.id} is not there.")
+            raise SandboxError(f"Runtime {self.id} does not exist: it was never started, or is removed.")
         return self._root_fd
 
     async def stop(self) -> None:
@@ -144,7 +144,7 @@ class LocalRuntime:
     async def restart(self) -> None:
         async with self._lifecycle_lock:
             if self._root_fd is None or not self._stopped:
-                raise SandboxError(f"Runtime {self.id} can't be restarted: it is not stopped, or not there.")
+                raise SandboxError(f"Runtime {self.id} can't be restarted: it is not stopped, or does not exist.")
             if self._cgroup is not None:
                 await self._cgroup.remove()
                 self._cgroup.create()
@@ -213,13 +213,13 @@ class Local:
 
     async def sweep(self) -> list[str]:
         swept = []
-        for left in self._state.iter_abandoned():
-            for folder in left.runtime_folders:
-                if (group := left.find_cgroup(folder.name)) is not None:
+        for abandoned in self._state.iter_abandoned():
+            for folder in abandoned.runtime_folders:
+                if (group := abandoned.find_cgroup(folder.name)) is not None:
                     await group.remove()
                 await _kill_by_runtime_id(folder.name)
                 swept.append(folder.name)
-            await asyncio.to_thread(left.remove)
+            await asyncio.to_thread(abandoned.remove)
         return swept
 
     async def close(self) -> None:
@@ -233,9 +233,9 @@ class Local:
 
 
 async def _kill_by_runtime_id(id: str) -> None:
-    """Kills what carries the runtime's id in its environment, until there is none."""
-    while found := _find_by_runtime_id(id):
-        for pid in found:
+    """Kills processes with the runtime's id in their environment until none is left."""
+    while pids := _find_by_runtime_id(id):
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.005)
@@ -243,9 +243,9 @@ async def _kill_by_runtime_id(id: str) -> None:
 
 def _find_by_runtime_id(id: str) -> list[int]:
     mark = f"{_ID_VARIABLE}={id}".encode()
-    found = []
+    pids = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it ended, or is none of ours
             if mark in Path("/proc", name, "environ").read_bytes().split(b"\0"):
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids

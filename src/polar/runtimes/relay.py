@@ -79,8 +79,8 @@ async def _close_after(writer: asyncio.StreamWriter, work: Awaitable[None]) -> N
         writer.transport.abort()
 
 
-async def _run_both(one: Coroutine[None, None, None], other: Coroutine[None, None, None]) -> None:
-    ways = {asyncio.create_task(one), asyncio.create_task(other)}
+async def _run_both(first: Coroutine[None, None, None], second: Coroutine[None, None, None]) -> None:
+    ways = {asyncio.create_task(first), asyncio.create_task(second)}
     try:
         await asyncio.wait(ways)
     finally:

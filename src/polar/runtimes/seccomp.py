@@ -40,28 +40,28 @@ class DenyRule(Struct, frozen=True):
     reason: str
 
 
-def _calls(*numbers: tuple[str, int | None, int | None]) -> tuple[SystemCall, ...]:
+def _list_calls(*numbers: tuple[str, int | None, int | None]) -> tuple[SystemCall, ...]:
     return tuple(SystemCall(*each) for each in numbers)
 
 
-def _new_calls(**numbers: int) -> tuple[SystemCall, ...]:
+def _list_new_calls(**numbers: int) -> tuple[SystemCall, ...]:
     """Those above 423 have the same number everywhere."""
     return tuple(SystemCall(name, number, number) for name, number in numbers.items())
 
 
 DENY_RULES = (
     DenyRule(
-        _calls(("add_key", 248, 217), ("request_key", 249, 218), ("keyctl", 250, 219)),
+        _list_calls(("add_key", 248, 217), ("request_key", 249, 218), ("keyctl", 250, 219)),
         errno.ENOSYS,
         "Keyrings outlive the sandbox and are counted and found by user id, across sandboxes.",
     ),
     DenyRule(
-        _new_calls(io_uring_setup=425, io_uring_enter=426, io_uring_register=427),
+        _list_new_calls(io_uring_setup=425, io_uring_enter=426, io_uring_register=427),
         errno.ENOSYS,
         "io_uring runs operations that no filter of system calls sees; programs fall back to epoll.",
     ),
     DenyRule(
-        _calls(
+        _list_calls(
             ("io_setup", 206, 0),
             ("io_destroy", 207, 1),
             ("io_getevents", 208, 4),
@@ -73,12 +73,12 @@ DENY_RULES = (
         "The kernel has one limit on asynchronous I/O for the whole machine (fs.aio-max-nr).",
     ),
     DenyRule(
-        _calls(("bpf", 321, 280), ("perf_event_open", 298, 241), ("userfaultfd", 323, 282)),
+        _list_calls(("bpf", 321, 280), ("perf_event_open", 298, 241), ("userfaultfd", 323, 282)),
         errno.EPERM,
         "They look into the kernel, or help to exploit it.",
     ),
     DenyRule(
-        _calls(
+        _list_calls(
             ("init_module", 175, 105),
             ("finit_module", 313, 273),
             ("delete_module", 176, 106),
@@ -93,32 +93,32 @@ DENY_RULES = (
     ),
     DenyRule(
         (
-            *_calls(("mount", 165, 40), ("umount2", 166, 39), ("pivot_root", 155, 41)),
-            *_new_calls(open_tree=428, move_mount=429, fsopen=430, fsconfig=431, fsmount=432, fspick=433),
-            *_new_calls(mount_setattr=442, open_tree_attr=467),
+            *_list_calls(("mount", 165, 40), ("umount2", 166, 39), ("pivot_root", 155, 41)),
+            *_list_new_calls(open_tree=428, move_mount=429, fsopen=430, fsconfig=431, fsmount=432, fspick=433),
+            *_list_new_calls(mount_setattr=442, open_tree_attr=467),
         ),
         errno.EPERM,
         "A sandbox's mounts are its walls.",
     ),
     DenyRule(
-        _calls(("setns", 308, 268), ("open_by_handle_at", 304, 265)),
+        _list_calls(("setns", 308, 268), ("open_by_handle_at", 304, 265)),
         errno.EPERM,
         "They lead into other namespaces, or to files outside the root.",
     ),
     DenyRule(
-        _new_calls(clone3=435),
+        _list_new_calls(clone3=435),
         errno.ENOSYS,
         "Its flags can't be checked by a filter; libraries fall back to clone.",
     ),
     DenyRule(
         (
-            *_calls(("acct", 163, 89), ("quotactl", 179, 60), ("swapon", 167, 224), ("swapoff", 168, 225)),
-            *_calls(("reboot", 169, 142), ("syslog", 103, 116), ("vhangup", 153, 58), ("lookup_dcookie", 212, 18)),
-            *_calls(("settimeofday", 164, 170), ("clock_settime", 227, 112), ("clock_adjtime", 305, 266)),
-            *_calls(("sethostname", 170, 161), ("setdomainname", 171, 162), ("fanotify_init", 300, 262)),
-            *_calls(("iopl", 172, None), ("ioperm", 173, None), ("nfsservctl", 180, 42), ("_sysctl", 156, None)),
-            *_calls(("sysfs", 139, None), ("uselib", 134, None), ("ustat", 136, None)),
-            *_new_calls(quotactl_fd=443),
+            *_list_calls(("acct", 163, 89), ("quotactl", 179, 60), ("swapon", 167, 224), ("swapoff", 168, 225)),
+            *_list_calls(("reboot", 169, 142), ("syslog", 103, 116), ("vhangup", 153, 58), ("lookup_dcookie", 212, 18)),
+            *_list_calls(("settimeofday", 164, 170), ("clock_settime", 227, 112), ("clock_adjtime", 305, 266)),
+            *_list_calls(("sethostname", 170, 161), ("setdomainname", 171, 162), ("fanotify_init", 300, 262)),
+            *_list_calls(("iopl", 172, None), ("ioperm", 173, None), ("nfsservctl", 180, 42), ("_sysctl", 156, None)),
+            *_list_calls(("sysfs", 139, None), ("uselib", 134, None), ("ustat", 136, None)),
+            *_list_new_calls(quotactl_fd=443),
         ),
         errno.EPERM,
         "They administer a machine: its log, clock, names, quotas, swap and ports.",
@@ -126,7 +126,7 @@ DENY_RULES = (
 )
 
 MESSAGE_QUEUE_RULE = DenyRule(
-    _calls(
+    _list_calls(
         ("mq_open", 240, 180),
         ("mq_unlink", 241, 181),
         ("mq_timedsend", 242, 182),
@@ -185,7 +185,7 @@ def parse_allowances(names: Collection[str]) -> Allowances:
     return Allowances(frozenset(calls), frozenset(families))
 
 
-def supported_architecture() -> str | None:
+def detect_architecture() -> str | None:
     """This machine's name in the table; None where it is not one that the filter is written for."""
     name = os.uname().machine
     return name if name in _ARCHITECTURES and sys.byteorder == "little" and sys.maxsize > 1 << 32 else None
@@ -294,16 +294,20 @@ def build_profile(architecture: str, allowed: Allowances = NO_ALLOWANCES) -> dic
     answers: dict[int, list[str]] = {errno.EPERM: list(_I386_CALLS)}
     for call, answer in list_denied(allowed, own_users=False):
         answers.setdefault(answer, []).append(call.name)
-    rules = [_profile_rule(names, answer) for answer, names in answers.items()]
+    rules = [_make_profile_rule(names, answer) for answer, names in answers.items()]
     for name, bits in (("clone", _NEW_NAMESPACES), ("unshare", _NEW_NAMESPACES | _NEW_TIME_NAMESPACE)):
-        rules += [_profile_rule([name], errno.EPERM, _equal_bits(0, bit, bit)) for bit in _single_bits(bits)]
+        rules += [_make_profile_rule([name], errno.EPERM, _match_bits(0, bit, bit)) for bit in _list_single_bits(bits)]
     families = {int(family) for family in (socket.AF_UNIX, socket.AF_NETLINK, *_IP_FAMILIES)} | allowed.families
     for name in ("socket", "socketpair"):
-        rules += [_profile_rule([name], errno.EPERM, other) for other in _match_other_values(0, families)]
-    ip = [(_equals(0, family), _equals(2, number)) for family in _IP_FAMILIES for number in _REFUSED_IP_PROTOCOLS]
-    netlink = [(_equals(0, socket.AF_NETLINK), other) for other in _match_other_values(2, set(_NETLINK_PROTOCOLS))]
+        rules += [_make_profile_rule([name], errno.EPERM, other) for other in _match_other_values(0, families)]
+    ip = [
+        (_match_value(0, family), _match_value(2, number))
+        for family in _IP_FAMILIES
+        for number in _REFUSED_IP_PROTOCOLS
+    ]
+    netlink = [(_match_value(0, socket.AF_NETLINK), other) for other in _match_other_values(2, set(_NETLINK_PROTOCOLS))]
     pairs = ip if socket.AF_NETLINK in allowed.families else ip + netlink
-    rules += [_profile_rule(["socket"], errno.EPERM, *pair) for pair in pairs]
+    rules += [_make_profile_rule(["socket"], errno.EPERM, *pair) for pair in pairs]
     return {
         "defaultAction": "SCMP_ACT_ALLOW",
         "architectures": list(_ENGINE_ARCHITECTURES[architecture]),
@@ -311,24 +315,24 @@ def build_profile(architecture: str, allowed: Allowances = NO_ALLOWANCES) -> dic
     }
 
 
-def _profile_rule(names: list[str], answer: int, *arguments: dict[str, Any]) -> dict[str, Any]:
+def _make_profile_rule(names: list[str], answer: int, *arguments: dict[str, Any]) -> dict[str, Any]:
     return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": answer, "args": list(arguments)}
 
 
-def _equals(index: int, value: int) -> dict[str, Any]:
-    return _equal_bits(index, 0xFFFF_FFFF, value)
+def _match_value(index: int, value: int) -> dict[str, Any]:
+    return _match_bits(index, 0xFFFF_FFFF, value)
 
 
-def _equal_bits(index: int, bits: int, value: int) -> dict[str, Any]:
+def _match_bits(index: int, bits: int, value: int) -> dict[str, Any]:
     return {"index": index, "value": bits, "valueTwo": int(value), "op": "SCMP_CMP_MASKED_EQ"}
 
 
 def _match_other_values(index: int, values: set[int]) -> list[dict[str, Any]]:
     """Conditions of which one holds for every other value."""
     largest = max(values)
-    below = [_equals(index, value) for value in range(largest) if value not in values]
+    below = [_match_value(index, value) for value in range(largest) if value not in values]
     return [*below, {"index": index, "value": largest, "op": "SCMP_CMP_GT"}]
 
 
-def _single_bits(bits: int) -> list[int]:
+def _list_single_bits(bits: int) -> list[int]:
     return [1 << place for place in range(32) if bits >> place & 1]

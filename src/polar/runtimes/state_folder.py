@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from polar.runtimes.base import SandboxError
-from polar.runtimes.cgroups import Cgroup, CgroupHierarchies, cgroup_name
+from polar.runtimes.cgroups import Cgroup, CgroupHierarchies, make_cgroup_name
 from polar.runtimes.files import remove_folder
 
 _CGROUPS_FILE = "cgroups"
@@ -109,7 +109,7 @@ class AbandonedState:
             parents = (self.folder / _CGROUPS_FILE).read_text().splitlines()
         except FileNotFoundError:
             return None
-        return Cgroup.from_folders(tuple(Path(parent, cgroup_name(id)) for parent in parents)) if parents else None
+        return Cgroup.from_folders(tuple(Path(parent, make_cgroup_name(id)) for parent in parents)) if parents else None
 
     def remove(self) -> None:
         remove_tree(self.folder)

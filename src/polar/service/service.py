@@ -21,7 +21,7 @@ from polar.records.task import TaskRequest
 from polar.rollout.callbacks import Callbacks
 from polar.rollout.result_pages import ResultPages
 from polar.rollout.routes.app import create_app
-from polar.rollout.routes.service import current_health
+from polar.rollout.routes.service import encode_health
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RolloutService
 from polar.service.control_plane import ControlPlane
@@ -111,7 +111,10 @@ class Service:
         pages = ResultPages(rollout, plane.store, checker)
         callbacks = self._callbacks = await stack.enter_async_context(Callbacks(rollout, pages, settings.server))
         metrics = ServiceMetrics(
-            plane.metrics.registry, queue=rollout.status, nodes=rollout.nodes, callbacks=callbacks.count_pending
+            plane.metrics.registry,
+            queue=rollout.count_sessions,
+            nodes=rollout.list_nodes,
+            callbacks=callbacks.count_pending,
         )
         rollout.ledger.metrics = metrics
         callbacks.on_given_up = metrics.count_failed_callback
@@ -128,7 +131,7 @@ class Service:
             node_id=worker.node_id,
         )
         self.control_url = format_url(settings.server.host, listener.getsockname()[1])
-        health = partial(current_health, parts)
+        health = partial(encode_health, parts)
         self._control = await stack.enter_async_context(ControlPlane(create_app(parts), health, listener))
         stack.callback(rollout.close)  # before the listener ends: nobody is left waiting
 

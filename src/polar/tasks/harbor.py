@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from polar import validation_errors
 from polar.errors import ConfigError
-from polar.tasks.dockerfile import DockerfileError, DockerfileSteps, last_workdir
+from polar.tasks.dockerfile import DockerfileError, DockerfileSteps, find_last_workdir
 from polar.tasks.task_files import read_text, read_toml
 
 TASK_FILE = "task.toml"
@@ -106,7 +106,7 @@ def is_task_folder(path: Path) -> bool:
     return (path / TASK_FILE).is_file() and ((path / _INSTRUCTION_FILE).is_file() or (path / "environment").is_dir())
 
 
-def task_fields(folder: Path, backend: str) -> dict[str, Any]:
+def read_task_fields(folder: Path, backend: str) -> dict[str, Any]:
     """The fields of a TaskRequest. Paths are absolute."""
     place = folder / TASK_FILE
     written = read_toml(place)
@@ -121,21 +121,21 @@ def task_fields(folder: Path, backend: str) -> dict[str, Any]:
     config = {"tests": os.path.abspath(folder / "tests"), "timeout_seconds": task.verifier.timeout_sec}
     evaluator = {
         "strategy": "harbor",
-        "config": config | _system_paths(task, instruction),
+        "config": config | _list_system_paths(task, instruction),
         "env": _fill_variables(task.verifier.env, "verifier.env", place),
     }
     return {
         "task_id": os.path.basename(os.path.abspath(folder)),
         "instruction": instruction,
         **({} if task.agent.timeout_sec is None else {"timeout_seconds": task.agent.timeout_sec}),
-        "runtime": _runtime(task, folder, backend),
+        "runtime": _build_runtime_fields(task, folder, backend),
         "agent": agent,
         "evaluator": evaluator,
         "metadata": {"harbor": written},
     }
 
 
-def _system_paths(task: _Task, instruction: str) -> dict[str, list[str]]:
+def _list_system_paths(task: _Task, instruction: str) -> dict[str, list[str]]:
     """Files and folders that the task is about, though they stand in folders of the system's. A program in the
     instruction is one to call rather than one to change, and /usr is nothing but programs and what they need."""
     own = task.metadata.get("polar")
@@ -181,7 +181,7 @@ def _find_unsupported(task: _Task, folder: Path, backend: str) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def _runtime(task: _Task, folder: Path, backend: str) -> dict[str, Any]:
+def _build_runtime_fields(task: _Task, folder: Path, backend: str) -> dict[str, Any]:
     environment = task.environment
     file = folder / "environment" / "Dockerfile"
     context = Path(os.path.abspath(file.parent))
@@ -192,7 +192,7 @@ def _runtime(task: _Task, folder: Path, backend: str) -> dict[str, Any]:
     try:
         if backend in _IMAGE_BACKENDS:
             runtime["image"] = environment.docker_image or f"build:{context}"
-            workdir = None if text is None else last_workdir(text)
+            workdir = None if text is None else find_last_workdir(text)
             missing = text is None and environment.docker_image is None
         else:
             missing = text is None

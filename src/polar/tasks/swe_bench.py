@@ -210,9 +210,13 @@ def _make_task(row: SweBenchRow, harness: str | None, options: SweBenchOptions) 
         "num_samples": options.samples,
         "timeout_seconds": options.timeout,
         "budget": {} if options.turns is None else {"turns": options.turns},
-        "runtime": _runtime_fields(row, options),
+        "runtime": _build_runtime_fields(row, options),
         "agent": {} if harness is None else {"harness": harness},
-        "evaluator": {"strategy": "swebench", "config": _evaluator_config(row, options), "env": _grading_env(options)},
+        "evaluator": {
+            "strategy": "swebench",
+            "config": _build_evaluator_config(row, options),
+            "env": _build_grading_env(options),
+        },
         "metadata": {
             "instance_id": row.instance_id,
             "repo": row.repo,
@@ -229,7 +233,7 @@ def _make_task(row: SweBenchRow, harness: str | None, options: SweBenchOptions) 
     return task
 
 
-def _runtime_fields(row: SweBenchRow, options: SweBenchOptions) -> dict[str, Any]:
+def _build_runtime_fields(row: SweBenchRow, options: SweBenchOptions) -> dict[str, Any]:
     runtime: dict[str, Any] = {"backend": options.backend}
     prepare: list[dict[str, Any]] = []
     if options.repositories is not None:
@@ -237,10 +241,14 @@ def _runtime_fields(row: SweBenchRow, options: SweBenchOptions) -> dict[str, Any
         if not (clone / ".git").is_dir():
             raise ConfigError(f"repo: there is no clone of {row.repo} at {clone}: git clone it there.")
         prepare.append({"type": "upload_dir", "source": str(clone.absolute()), "target": "."})
-        prepare.append(_exec_step(_CHECK_OUT.format(commit=row.base_commit)))
+        prepare.append(_make_exec_step(_CHECK_OUT.format(commit=row.base_commit)))
     else:
-        runtime |= {"image": _image_name(row, options), "workdir": _WORKDIR, "env": {"PATH": _conda_path()}}
-    prepare.append(_exec_step(_TRUNCATE_HISTORY))
+        runtime |= {
+            "image": _format_image_name(row, options),
+            "workdir": _WORKDIR,
+            "env": {"PATH": _build_conda_path()},
+        }
+    prepare.append(_make_exec_step(_TRUNCATE_HISTORY))
     runtime["prepare"] = prepare
     if options.pytest is not None:
         source = str(options.pytest.absolute())
@@ -248,11 +256,11 @@ def _runtime_fields(row: SweBenchRow, options: SweBenchOptions) -> dict[str, Any
     return runtime
 
 
-def _exec_step(command: str) -> dict[str, Any]:
+def _make_exec_step(command: str) -> dict[str, Any]:
     return {"type": "exec", "command": command, "env": _GIT_ENV, "timeout_seconds": _PREPARE_SECONDS}
 
 
-def _image_name(row: SweBenchRow, options: SweBenchOptions) -> str:
+def _format_image_name(row: SweBenchRow, options: SweBenchOptions) -> str:
     if options.image is None:
         raise ConfigError("Name the rows' images, or a folder of repositories.")
     owner, _, name = row.instance_id.lower().partition("__")
@@ -264,37 +272,37 @@ def _image_name(row: SweBenchRow, options: SweBenchOptions) -> str:
         raise ConfigError(f"The image {options.image!r} can't be filled in: {error}. Write {{FIELD}}.") from error
 
 
-def _conda_path() -> str:
+def _build_conda_path() -> str:
     return f"{_CONDA}/envs/testbed/bin:{_CONDA}/bin:{_PATH}"
 
 
-def _evaluator_config(row: SweBenchRow, options: SweBenchOptions) -> dict[str, Any]:
+def _build_evaluator_config(row: SweBenchRow, options: SweBenchOptions) -> dict[str, Any]:
     return {
         "instance_id": row.instance_id,
         "test_patch": row.test_patch,
         "FAIL_TO_PASS": row.FAIL_TO_PASS,
         "PASS_TO_PASS": row.PASS_TO_PASS,
-        "test_command": _test_command(row, options),
+        "test_command": _build_test_command(row, options),
         "max_mb": _WORKSPACE_MB,
     }
 
 
-def _test_command(row: SweBenchRow, options: SweBenchOptions) -> list[str]:
+def _build_test_command(row: SweBenchRow, options: SweBenchOptions) -> list[str]:
     """`{labels}` are the test files as unittest names modules, from below `tests/`."""
     python = options.python or (f"{_CONDA}/envs/testbed/bin/python" if options.repositories is None else "python3")
     written = (TEST_COMMANDS | options.commands).get(row.repo, PYTEST_COMMAND)
     words: list[str] = []
     for word in shlex.split(written):
-        words += _test_labels(row.test_patch) if word == "{labels}" else [word.replace("{python}", python)]
+        words += _list_test_labels(row.test_patch) if word == "{labels}" else [word.replace("{python}", python)]
     return words
 
 
-def _test_labels(test_patch: str) -> list[str]:
+def _list_test_labels(test_patch: str) -> list[str]:
     files = [path for path in list_patch_paths(test_patch, existing_only=True) if path.endswith(".py")]
     inside = [posixpath.splitext(path.removeprefix("tests/"))[0] for path in files]
     return [path.removesuffix("/__init__").replace("/", ".") for path in inside]
 
 
-def _grading_env(options: SweBenchOptions) -> dict[str, str]:
+def _build_grading_env(options: SweBenchOptions) -> dict[str, str]:
     env = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf8"}
     return env if options.pytest is None else env | {"PYTHONPATH": _PYTEST_FOLDER}

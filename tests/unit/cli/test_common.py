@@ -7,7 +7,7 @@ from polar.config import EngineSettings, Settings
 
 
 def test_the_scripted_engine_is_named_where_nobody_chose_it() -> None:
-    assert "the scripted one answered" in (describe_default_engine(Settings()) or "")
+    assert "the scripted engine answered" in (describe_default_engine(Settings()) or "")
     assert describe_default_engine(Settings(engine=EngineSettings(options={"play": "right.toml"}))) is None
     assert describe_default_engine(Settings(engine=EngineSettings(kind="vllm", urls=["http://a:1"]))) is None
 

@@ -75,7 +75,7 @@ def test_lines_tell_stages_and_each_end() -> None:
     console, written = terminal(40)
     lines = LineProgress(console, 9, silent=False)
     counted = tally(finished(1.0))
-    lines.session_ended(finished(1.0), counted)
+    lines.on_session_ended(finished(1.0), counted)
     lines.update(LOAD, counted)
     first, second = written.getvalue().splitlines()
     assert first == "1/9  fix [red]it[/] #0: reward 1, 3 turns, 40 tokens, 2.0 s (s1)"
@@ -99,7 +99,7 @@ def test_why_a_reward_is_what_it_is_stands_in_the_sessions_line() -> None:
 def test_a_silent_run_says_only_what_must_be_said() -> None:
     console, written = terminal()
     lines = LineProgress(console, 9, silent=True)
-    lines.session_ended(finished(1.0), tally(finished(1.0)))
+    lines.on_session_ended(finished(1.0), tally(finished(1.0)))
     lines.update(LOAD, RunTally())
     lines.print_message("Interrupted.")
     assert written.getvalue() == "Interrupted.\n"
@@ -113,7 +113,7 @@ def test_the_picture_holds_everything_and_is_gone_in_the_end(width: int) -> None
         assert isinstance(shown, LiveProgress)
         counted = tally(*(finished(1.0, sample=number) for number in range(7)), finished(reason="timeout"))
         for number in range(7):
-            shown.session_ended(finished(1.0, sample=number), counted)
+            shown.on_session_ended(finished(1.0, sample=number), counted)
         drawn = Console(width=100, file=io.StringIO())
         drawn.print(shown.render(LOAD, counted, 10.0))
         shown.update(LOAD, counted)
@@ -207,8 +207,8 @@ def test_the_complaint_names_each_reason_with_what_to_do() -> None:
     )
     said = run_tally.describe_failures(counted, Path("data"), EngineSettings())
     assert said.splitlines() == [
-        "2 of 4 sessions ended without a reward, through no fault of the agent's: engine_failed 2.",
-        "  engine_failed: see whether the engine is up: polar doctor (in data/sessions/s2)",
+        "2 of 4 sessions ended without a reward because the platform failed: engine_failed 2.",
+        "  engine_failed: check whether the engine is up: polar doctor (in data/sessions/s2)",
         "    The engine␛[2J is gone.",
     ]
     harmless = tally(finished(0.0), finished(reason="length"))

@@ -84,7 +84,7 @@ def test_it_is_said_once_that_it_waits_for_room(polar: Polar, serving: Serving, 
     making.join()
     assert (code, list(plane.tasks)) == (0, names)
     assert out == "4 tasks with 4 sessions. See: polar status, polar results --follow\n"
-    assert err.startswith("The run's queue is full: waiting for room.")
+    assert err.startswith("The run's queue is full: waiting.")
     assert err.count("\n") == 1
 
 

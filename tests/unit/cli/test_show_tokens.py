@@ -27,7 +27,7 @@ def turn(tokenizer: Tokenizer, seq: int, prompt: str, sampled: str, **changes: A
 
 
 def lines(view: TokenView, exchange: Exchange, parent: Exchange | None = None, **changes: Any) -> list[Styled]:
-    return list(view.lines(exchange, path_of(exchange, **changes), parent))
+    return list(view.render_lines(exchange, path_of(exchange, **changes), parent))
 
 
 def styled(line: Styled) -> list[tuple[str, str]]:

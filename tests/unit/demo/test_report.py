@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polar.cli.demo import DemoResult, report
+from polar.cli.demo import DemoResult, print_result
 from polar.cli.verify import VerifyFindings
 from polar.trajectory.teacher import LogprobComparison
 from polar.trajectory.verify import Problem
@@ -23,7 +23,7 @@ def ended(**changes: Any) -> DemoResult:
 
 
 def test_one_line_of_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(ended(), 321.04, as_json=True) == 0
+    assert print_result(ended(), 321.04, as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == {
         "held_out_before": 0.25,
         "held_out_after": 0.875,
@@ -36,16 +36,16 @@ def test_one_line_of_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_people_are_told_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(ended(), 321, as_json=False) == 0
+    assert print_result(ended(), 321, as_json=False) == 0
     said = capsys.readouterr().out
-    assert "25% right before, 88% after" in said
+    assert "25% correct before, 88% after" in said
     assert "384 of 384 sessions verified" in said
 
 
 def test_a_trajectory_that_is_wrong_fails_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     found = VerifyFindings(sessions=384)
     found.add([Problem("s1", None, "context", "It was never sampled there.")])
-    assert report(ended(verified=found), 1, as_json=True) == 1
+    assert print_result(ended(verified=found), 1, as_json=True) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)["verified"] is False
     assert "never sampled there" in captured.err
@@ -53,5 +53,5 @@ def test_a_trajectory_that_is_wrong_fails_the_demo(capsys: pytest.CaptureFixture
 
 def test_log_probabilities_that_are_wrong_fail_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     found = VerifyFindings(sessions=8, comparison=LogprobComparison(tokens=100, largest=0.3))
-    assert report(ended(recomputed=found), 1, as_json=True) == 1
+    assert print_result(ended(recomputed=found), 1, as_json=True) == 1
     assert "differ" in capsys.readouterr().err

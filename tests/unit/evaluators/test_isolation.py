@@ -11,7 +11,7 @@ from polar.errors import ConfigError
 from polar.evaluators import project_tests as evaluator
 from polar.evaluators import results, signed_run
 from polar.evaluators.results import BrokenResultsError
-from polar.evaluators.sandbox.confinement import MIN_LANDLOCK_VERSION, landlock_version
+from polar.evaluators.sandbox.confinement import MIN_LANDLOCK_VERSION, get_landlock_version
 from polar.evaluators.signed_run import Isolation, SignedRun
 from polar.plugins import load
 from polar.records.session import Evidence
@@ -19,7 +19,7 @@ from polar.testing.grading import WITH_PLUGINS, WITHOUT_PLUGINS, WorkFactory
 from tests.contract.image import OTHER, PLAIN, ensure_image
 from tests.selection import leave_to_slow
 
-needs_landlock = pytest.mark.skipif(landlock_version() < MIN_LANDLOCK_VERSION, reason="the kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(get_landlock_version() < MIN_LANDLOCK_VERSION, reason="the kernel has no Landlock")
 
 CALC = "def add(a, b):\n    return a - b\n"
 RIGHT = CALC.replace("-", "+")

@@ -168,7 +168,7 @@ async def test_an_agent_that_no_judge_can_answer_is_not_excused(
     work.answer = "Too much of it."
     verdict = await judged(work, model, *replies, scores(overall=10), replies[-1], include=["*.md"])
     assert (verdict.reward, verdict.reason) == (0.0, None)
-    assert "what the agent left" in verdict.detail["why"]
+    assert "The agent's texts keep the judge" in verdict.detail["why"]
     assert [(one.kind, one.proven) for one in verdict.evidence] == [("grader_disrupted", False)]
     assert len(model.requests) == len(replies) + 2
     without = json.dumps(model.requests[-2])

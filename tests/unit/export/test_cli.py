@@ -69,7 +69,7 @@ def test_rows_on_stdout_and_the_rest_on_stderr(data: Path) -> None:
     ]
     assert result.stderr.splitlines() == [
         "1 session without a reward was left out: timeout x 1",
-        "A session gets its reward with `polar session end ID --reward R`, on a gateway that is up.",
+        "Set a session's reward with `polar session end ID --reward R` while the server runs.",
         "Exported 2 sessions, 4 rows, 12 trainable tokens.",
     ]
 
@@ -101,11 +101,11 @@ def test_filters(data: Path) -> None:
     ("arguments", "said"),
     [
         (["--format", "nothing"], "Among the exporters there is no 'nothing'"),
-        (["--format", "slime", "--builder", "nothing"], "There is no builder 'nothing'"),
+        (["--format", "slime", "--builder", "nothing"], "Unknown builder 'nothing'"),
         (["--format", "slime", "--builder", "prefix_tree"], "use --format tree"),
         (["--format", "tree", "--builder", "per_request"], "is a tree"),
         (["--format", "slime", "--session", "nobody"], "There is no session nobody"),
-        (["--format", "slime", "--since", "yesterday"], "is no time"),
+        (["--format", "slime", "--since", "yesterday"], "is neither a time"),
         (["--format", "slime", "--since", "1s"], "Nothing was exported"),
         (["--format", "slime", "-o", "no/such/folder"], "Can't write no/such/folder"),
     ],

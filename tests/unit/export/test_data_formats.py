@@ -171,7 +171,7 @@ def test_a_folder_appears_whole_and_is_not_written_over(data: Path) -> None:
     ]
     assert "split: train" in (data / "set" / "README.md").read_text()
     again = export(data, "--format", "huggingface", "-o", str(data / "set"))
-    assert "that is not there yet" in str(again.exception)
+    assert "that does not exist yet" in str(again.exception)
     nowhere = export(data, "--format", "huggingface")
     assert isinstance(nowhere.exception, ConfigError)
     assert not [one for one in data.iterdir() if one.name.endswith(".partial")]
@@ -229,7 +229,7 @@ def test_what_differs_in_anything_said_is_not_the_same(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_is_for_formats_that_render(data: Path) -> None:
-    assert "takes no --tokenizer" in str(export(data, "--format", "sft", "--tokenizer", "x").exception)
+    assert "has no --tokenizer option" in str(export(data, "--format", "sft", "--tokenizer", "x").exception)
     assert "no folder 'x'" in str(export(data, "--format", "sft-tokens", "--tokenizer", "x").exception)
     result = export(data, "--format", "sft-tokens", "--tokenizer", str(TOKENIZER_FOLDER), "--json")
     assert json.loads(result.stderr)["tokens"] > 0

@@ -181,7 +181,7 @@ async def test_what_cant_be_installed_is_said(
     cache: Path, tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version in ("../1.2.3", "1.2.3 --global", "--global", "1/2"):
-        with pytest.raises(ConfigError, match="is no version of agent"):
+        with pytest.raises(ConfigError, match="is not a version of agent"):
             await install(harness(), version, cache, quiet)
         assert find_installation(cache, harness(), version) is None
     with pytest.raises(InstallError, match="brings no command other"):

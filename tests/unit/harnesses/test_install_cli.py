@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from polar.harnesses import load_harness
-from polar.harnesses.cache import cache_folder
+from polar.harnesses.cache import find_cache_folder
 from tests.unit.harnesses.stand_ins import Tools, put_on_path
 
 POLAR = [sys.executable, "-c", "from polar.cli.main import main; main()", "harness"]
@@ -73,7 +73,7 @@ def test_mistakes_are_told_before_anything_is_done(tmp_path: Path, tools: Tools)
 
 def test_the_cache_is_the_users_unless_another_is_named(tmp_path: Path) -> None:
     home = Path.home()
-    assert cache_folder(None, {}) == home / ".cache" / "polar" / "harnesses"
-    assert cache_folder(None, {"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "polar" / "harnesses"
-    assert cache_folder("~/harnesses", {"XDG_CACHE_HOME": str(tmp_path)}) == home / "harnesses"
-    assert cache_folder("here", {}) == Path(os.getcwd(), "here")
+    assert find_cache_folder(None, {}) == home / ".cache" / "polar" / "harnesses"
+    assert find_cache_folder(None, {"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "polar" / "harnesses"
+    assert find_cache_folder("~/harnesses", {"XDG_CACHE_HOME": str(tmp_path)}) == home / "harnesses"
+    assert find_cache_folder("here", {}) == Path(os.getcwd(), "here")

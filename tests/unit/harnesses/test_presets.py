@@ -10,7 +10,7 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
-from polar.harnesses.base import HarnessSetup, SetupRequest, toml_string, write_setup
+from polar.harnesses.base import HarnessSetup, SetupRequest, quote_toml_string, write_setup
 from polar.plugins import names
 from polar.records.task import McpServer
 from polar.testing.harnesses import HOME, INSTRUCTION, KEY, REMOTE_SERVER, STDIO_SERVER, URL, parse_files
@@ -196,7 +196,7 @@ def test_shell_without_a_command(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("text", ["plain", 'a "b" \\ c', "tab\tnew\nline\x00\x1f\x7f", "größer 東京 🙂"])
 def test_toml_string(text: str) -> None:
-    assert tomllib.loads(f"x = {toml_string(text)}") == {"x": text}
+    assert tomllib.loads(f"x = {quote_toml_string(text)}") == {"x": text}
 
 
 def test_write_setup(tmp_path: Path) -> None:

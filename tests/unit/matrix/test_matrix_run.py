@@ -27,7 +27,7 @@ def test_each_model_has_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest
     assert settings.harnesses == ["pi", "codex"]
     assert settings.task_paths == [tmp_path / "t"]
     assert settings.output_folder == tmp_path / "elsewhere"
-    a, b = settings.model_settings("a"), settings.model_settings("b")
+    a, b = settings.make_model_settings("a"), settings.make_model_settings("b")
     assert (a.engine.kind, a.engine.urls, a.engine.api_key) == ("vllm", ["http://a"], "secret")
     assert (b.engine.kind, b.engine.urls, b.engine.api_key) == ("openai", ["http://b"], "own")
     assert (a.node.run_workers, a.gateway.port) == (3, 0)

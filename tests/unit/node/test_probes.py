@@ -80,7 +80,7 @@ def test_what_the_agent_named_first_is_found_though_the_answer_names_it_too() ->
 
 def test_instructions_and_system_prompts_show_it() -> None:
     found = probes()
-    found.show("Tests are in /tests.")
+    found.mark_shown("Tests are in /tests.")
     found.read_exchanges([turn(0, ["Go on."], call("ls /tests; cat reward.txt"), system="Rewards: reward.txt")])
     assert subjects(found) == []
 

@@ -19,7 +19,7 @@ async def heard(listener: EventListener) -> list[ServiceEvent]:
     found = []
     while True:
         try:
-            event = await asyncio.wait_for(listener.next(), 0.01)
+            event = await asyncio.wait_for(listener.wait_for_event(), 0.01)
         except TimeoutError:
             return found
         if event is None:

@@ -123,7 +123,7 @@ async def test_who_pauses_or_resumes_last_has_the_last_word(rollout: RolloutServ
         await until(lambda: a.modes()[-1] == "drain")
         a.stuck = False
         await rollout.engine_controller.resume("default", 60)
-        with pytest.raises(NotAppliedYet, match="Somebody else"):
+        with pytest.raises(NotAppliedYet, match="Another request"):
             await sleeping
         assert a.modes()[-1] is None
 
@@ -168,7 +168,7 @@ async def test_a_silent_node_is_lost_and_has_to_join_again(store: RelationalStor
         await rollout.submit([task()])
         async with Node(rollout, "a") as a:
             (lease,) = await a.lease()
-        await until(lambda: not rollout.nodes())
+        await until(lambda: not rollout.list_nodes())
         with pytest.raises(UnknownNode):
             await rollout.lease_manager.heartbeat("a", Heartbeat([lease.lease_id]))
         async with Node(rollout, "b") as b:
@@ -188,12 +188,12 @@ async def test_no_more_begins_than_the_trainer_can_take(rollout: RolloutService)
         for lease in held:
             await a.end(lease)
         assert await a.lease() == []  # nobody has taken them
-        groups = await rollout.groups_after("default", 0, 10)
+        groups = await rollout.list_groups_after("default", 0, 10)
         assert [group.task_id for group in groups] == ["g"]
         await rollout.update_consumer("default", "trainer", groups[0].cursor, "group")
         assert len(await a.lease()) == 3  # the fourth belongs to a group that has not ended: it is not taken
         await rollout.update_consumer("default", "a curious one", 0, "session")
-        assert rollout.status()["default"]["untaken"] == 1
+        assert rollout.count_sessions()["default"]["untaken"] == 1
 
 
 async def test_sessions_that_are_too_old_are_ended_or_marked(rollout: RolloutService) -> None:
@@ -205,7 +205,7 @@ async def test_sessions_that_are_too_old_are_ended_or_marked(rollout: RolloutSer
         assert [(cancel.held, cancel.reason) for cancel in orders.cancel] == [(leases["cancel"].lease_id, "stale")]
         for lease in leases.values():
             await a.end(lease)
-        rows = {row.task_id: row.summary or "" for row in await rollout.sessions_after("default", 0, 10)}
+        rows = {row.task_id: row.summary or "" for row in await rollout.list_sessions_after("default", 0, 10)}
         assert '"reason":null' in rows["mark"]
         assert '"stale":true' in rows["mark"]
         assert '"lag":1' in rows["mark"]
@@ -213,7 +213,7 @@ async def test_sessions_that_are_too_old_are_ended_or_marked(rollout: RolloutSer
 
 
 async def kills_of(rollout: RolloutService, task_id: str = "t") -> int:
-    return (await rollout.task_work("default", task_id))[0].kills
+    return (await rollout.list_task_work("default", task_id))[0].kills
 
 
 async def test_a_node_that_says_that_it_ends_gets_no_more_and_its_death_marks_nothing(rollout: RolloutService) -> None:
@@ -221,7 +221,7 @@ async def test_a_node_that_says_that_it_ends_gets_no_more_and_its_death_marks_no
     async with Node(rollout, "a") as a:
         (lease,) = await a.lease()
     await rollout.lease_manager.heartbeat("a", Heartbeat([], ending=True))
-    assert [node.draining for node in rollout.nodes()] == [True]
+    assert [node.draining for node in rollout.list_nodes()] == [True]
     await rollout.submit([task("more")])
     assert await rollout.lease_manager.lease("a", [lease.lease_id], 10) == []
     await rollout.lease_manager.remove_member(rollout.lease_manager.members["a"], died=True)
@@ -252,10 +252,10 @@ async def test_one_node_of_a_lane_is_kept_free_for_what_runs_alone(rollout: Roll
     leasing = rollout.lease_manager
     async with Node(rollout, "b"), Node(rollout, "a"), Node(rollout, "0", backends=("docker",)):
         assert {
-            name: [one.is_isolation_node for one in leasing._allowances(leasing.members[name])] for name in "ab"
+            name: [one.is_isolation_node for one in leasing._compute_allowances(leasing.members[name])] for name in "ab"
         } == {
             "a": [True],
             "b": [False],
         }
         await leasing.drain("a")
-        assert [one.is_isolation_node for one in leasing._allowances(leasing.members["b"])] == [True]
+        assert [one.is_isolation_node for one in leasing._compute_allowances(leasing.members["b"])] == [True]

@@ -170,7 +170,7 @@ async def test_an_ended_task_is_run_again(tmp_path: Path) -> None:
     async with served(tmp_path, compat="nvidia") as it:
         assert await submit(it, num_samples=2) == 200
         await it.run_all(reward=0.0)
-        assert it.rollout.status()["default"] == {
+        assert it.rollout.count_sessions()["default"] == {
             "tasks": 1,
             "queued": 0,
             "leased": 0,
@@ -181,7 +181,7 @@ async def test_an_ended_task_is_run_again(tmp_path: Path) -> None:
         assert await submit(it, num_samples=3) == 200  # other content does not matter, either
         status = await read(it)
         assert (status.status, status.total_sessions, status.results) == ("running", 3, [])
-        assert it.rollout.status()["default"] == {
+        assert it.rollout.count_sessions()["default"] == {
             "tasks": 1,
             "queued": 3,
             "leased": 0,
@@ -201,7 +201,7 @@ async def test_an_ended_task_that_is_there_twice_is_run_again_once(tmp_path: Pat
         await it.run_all()
         answer = await it.http.post("/rollout/tasks", json={"tasks": [task(), task(), task(num_samples=2)]})
         assert [one.get("code", one.get("status")) for one in answer.json()["tasks"]] == ["running", "running", 409]
-        assert it.rollout.status()["default"]["queued"] == 1
+        assert it.rollout.count_sessions()["default"]["queued"] == 1
 
 
 async def test_a_running_task_is_neither_run_twice_nor_changed(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ async def test_a_running_task_is_neither_run_twice_nor_changed(tmp_path: Path) -
         assert await submit(it) == 200
         assert await submit(it) == 200
         assert await submit(it, num_samples=2) == 409
-        assert it.rollout.status()["default"]["queued"] == 1
+        assert it.rollout.count_sessions()["default"]["queued"] == 1
 
 
 async def test_by_default_an_ended_task_is_the_same_task(tmp_path: Path) -> None:

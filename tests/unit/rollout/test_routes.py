@@ -48,13 +48,13 @@ async def test_a_task_told_twice_is_there_once_and_another_one_of_its_name_is_re
         other = await it.http.post("/rollout/task/submit", json=task(num_samples=3))
         assert other.status_code == 409
         assert "task_id" in other.json()["detail"]
-        assert it.rollout.status()["default"]["queued"] == 1
+        assert it.rollout.count_sessions()["default"]["queued"] == 1
         elsewhere = await it.http.post("/rollout/task/submit", json=task(num_samples=3, run="other"))
         assert elsewhere.status_code == 200
         assert (await it.http.get("/rollout/task/t", params={"run": "other"})).json()["total_sessions"] == 3
         by_query = await it.http.post("/rollout/task/submit", params={"run": "third"}, json=task())
         assert by_query.status_code == 200
-        assert it.rollout.status()["third"]["queued"] == 1
+        assert it.rollout.count_sessions()["third"]["queued"] == 1
 
 
 async def test_of_many_tasks_each_is_answered_by_itself(tmp_path: Path) -> None:

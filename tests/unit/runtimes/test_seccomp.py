@@ -19,8 +19,8 @@ from polar.runtimes.seccomp import (
     Allowances,
     build_profile,
     build_program,
+    detect_architecture,
     parse_allowances,
-    supported_architecture,
 )
 
 DOCS = Path(__file__).parents[3] / "docs/isolation.md"
@@ -133,12 +133,10 @@ def test_numbers_are_the_kernels(machine_name: str) -> None:
             assert getattr(call, machine_name) == defined[call.name], call.name
 
 
-@pytest.mark.skipif(
-    supported_architecture() is None or not linux.supports_seccomp(), reason="no filter for this machine"
-)
+@pytest.mark.skipif(detect_architecture() is None or not linux.supports_seccomp(), reason="no filter for this machine")
 def test_the_kernel_takes_it() -> None:
     """In a child of its own: a filter can't be taken back."""
-    name = supported_architecture()
+    name = detect_architecture()
     assert name is not None
     keyctl = next(getattr(call, name) for rule in DENY_RULES for call in rule.calls if call.name == "keyctl")
     libc = ctypes.CDLL(None, use_errno=True)
@@ -147,7 +145,7 @@ def test_the_kernel_takes_it() -> None:
     if child == 0:
         code = 1
         try:
-            linux.no_new_privileges()
+            linux.forbid_new_privileges()
             linux.install_filter(filter)
             refused = libc.syscall(keyctl, 0, 0) == -1 and ctypes.get_errno() == errno.ENOSYS
             os.close(os.pipe()[0])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from polar.errors import ConfigError
-from polar.tasks.dockerfile import DockerfileSteps, last_workdir
+from polar.tasks.dockerfile import DockerfileSteps, find_last_workdir
 
 
 @pytest.fixture
@@ -203,4 +203,4 @@ def test_a_base_is_needed(context: Path) -> None:
     ],
 )
 def test_where_a_built_image_works(text: str, workdir: str | None) -> None:
-    assert last_workdir(text) == workdir
+    assert find_last_workdir(text) == workdir

@@ -98,9 +98,9 @@ class PytestCanaries:
         except Exception:  # noqa: BLE001  a plug-in that can't take such an item
             self._record(kind, "error")
             return
-        self._record(kind, self._outcome(reports, file))
+        self._record(kind, self._get_outcome(reports, file))
 
-    def _outcome(self, reports: Any, file: str) -> str:
+    def _get_outcome(self, reports: Any, file: str) -> str:
         outcomes = [report.outcome for report in reports]
         if "failed" in outcomes:
             return "failed"

@@ -35,14 +35,14 @@ class ConfinementError(Exception):
     pass
 
 
-def landlock_version() -> int:
+def get_landlock_version() -> int:
     """0 where the kernel has none, or does not let us use it."""
     version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     return max(0, int(version))
 
 
 def confine(writable: str) -> None:
-    if landlock_version() < MIN_LANDLOCK_VERSION:
+    if get_landlock_version() < MIN_LANDLOCK_VERSION:
         raise ConfinementError("Landlock is missing or too old: grading in two processes takes Linux 6.2 or later.")
     _call(_libc.prctl, _SET_DUMPABLE, *map(ctypes.c_ulong, (0, 0, 0, 0)))
     _call(_libc.prctl, _SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
@@ -59,7 +59,7 @@ def confine(writable: str) -> None:
 
 
 def confine_worker() -> None:
-    if landlock_version() >= _MIN_SCOPE_VERSION:
+    if get_landlock_version() >= _MIN_SCOPE_VERSION:
         _restrict(_make_ruleset(struct.pack("=QQQ", 0, 0, _ALL_SCOPES)))
 
 

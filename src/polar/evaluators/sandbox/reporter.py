@@ -54,7 +54,7 @@ def main() -> int:
         if isolate is not None:
             _confine()
         return _check(job["framework"])
-    write = _writer(job.pop("secret"), job["results"])
+    write = _make_writer(job.pop("secret"), job["results"])
     tests = _TestFiles(workdir, job["tests"])
     worker = None if isolate is None else _isolate(workdir, tests, write, isolate["equality"])
     if job["framework"] == "pytest":
@@ -118,7 +118,7 @@ def _exists_as_file(file: str) -> bool:
     return os.path.isfile(file)
 
 
-def _writer(secret: str, results: str) -> "Callable[[dict[str, Any]], None]":
+def _make_writer(secret: str, results: str) -> "Callable[[dict[str, Any]], None]":
     """Records are numbered, so that none can be left out or repeated."""
     file = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     key = hmac.new(secret.encode(), digestmod=hashlib.sha256)

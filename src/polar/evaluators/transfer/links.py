@@ -1,16 +1,16 @@
-"""Links that an agent leaves: which of them may be laid into the runtime that grades its work.
+"""Decides which of the agent's links may be transferred into the runtime that grades its work.
 
-The grader's files arrive after the agent is done. A link that leads to where they will stand would make the grader
-compare its own file with itself. So a link is laid only where what it leads to was the agent's to show:
+The grader's files arrive after the agent is done. A link to where they will be would make the grader compare its own
+file with itself. So a link is transferred only if the agent could as well have left the content:
 
-- it leads to a file or folder that is carried with it, or
+- it leads to a file or folder that is transferred with it, or
 - it leads to a file or folder of the runtime whose content is the same in the agent's own runtime, such as the
-  interpreter of a virtual environment: the agent could as well have left a copy, or
+  interpreter of a virtual environment, or
 - the task itself made it, at this path and with this target.
 
-No link of the agent's may lead to, into or above a place of the grader's. Everything else is not laid. Links are
-resolved here, step by step over the list of what is carried; only the part of a path that leaves it is resolved by the
-fresh runtime, before anything of the agent's is there.
+No link may lead to, into or above a path of the grader. Links are resolved here, step by step over the list of
+transferred entries; only the part of a path that leaves it is resolved by the fresh runtime, before any file of the
+agent is there.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from polar.evaluators.changes import find_changes, list_entries
 from polar.records.session import Evidence
 from polar.runtimes.base import Runtime, SandboxError, TransferTooLargeError
 
-_MAX_LINK_STEPS = 40  # links on the way of one path, as in the kernel
+_MAX_LINK_STEPS = 40  # links on one path, as in the kernel
 _MAX_FOLDER_BYTES = 64 << 20
-_MAX_COMPARED_BYTES = 1 << 30  # that are compared, of all links of a session
-_MAX_COMPARED_PATHS = 500  # files and folders
-_MAX_SECONDS = 60.0  # for one look where paths lead
+_MAX_COMPARED_BYTES = 1 << 30  # over all links of a session
+_MAX_COMPARED_PATHS = 500
+_MAX_SECONDS = 60.0  # for one run of the script below
 
-# For each line of standard input: what it leads to in the runtime, as `KIND PATH`.
+# Resolves each line of standard input in the runtime, and prints `KIND PATH`.
 _RESOLVE_SCRIPT = """
 while IFS= read -r path; do
     real=$(readlink -f "$path") || real=
@@ -49,22 +49,22 @@ done
 
 
 class TransferredEntries(Struct, frozen=True):
-    """What is laid into a runtime, by absolute path: where each link leads, None for files and folders."""
+    """Entries that are transferred, by absolute path: a link's target, None for files and folders."""
 
     entries: Mapping[str, str | None]
     roots: frozenset[str]
-    """Nothing stands at or below these but what is in `entries`."""
+    """Folders whose complete content is in `entries`."""
 
 
 class RefusedLink(Struct, frozen=True):
-    """A link that is not laid."""
+    """A link that is not transferred."""
 
     path: str
     target: str
-    resolved_path: str | None  # as far as it could be followed
-    enters_grader_paths: bool  # it leads to or into a place of the grader's
+    resolved_path: str | None  # None where it could not be resolved
+    enters_grader_paths: bool  # it leads to or into a path of the grader
 
-    def evidence(self, *, proven: bool) -> Evidence:
+    def to_evidence(self, *, proven: bool) -> Evidence:
         detail = escape_path(f"It leads to {self.target}.")
         return Evidence("link_out", escape_path(self.path), proven=proven, detail=detail)
 
@@ -83,8 +83,8 @@ async def find_refused_links(
     fresh: Runtime,
     scratch: Path,
 ) -> list[RefusedLink]:
-    """Those of the links at `candidates` that may not be laid into `fresh`. `places` are the grader's: files, and
-    folders that are its own. Raises UngradableWorkError where what the agent left keeps that from being found out."""
+    """Those of the links at `candidates` that may not be transferred into `fresh`. `grader_paths` are the grader's
+    files and folders. Raises UngradableWorkError where the agent's files keep the links from being resolved."""
     candidates = list(candidates)
     if not candidates:
         return []
@@ -93,27 +93,31 @@ async def find_refused_links(
     grader += [real for real in await _resolve_grader_paths(fresh, grader, live=agent is fresh) if real not in grader]
     resolved = {path: _resolve(carried, path, has_root) for path in candidates}
     outside = {
-        found.path
-        for found in resolved.values()
-        if found.path is not None and not found.is_host_path and not _is_known(carried, found.path)
+        link_target.path
+        for link_target in resolved.values()
+        if link_target.path is not None and not link_target.is_host_path and not _is_known(carried, link_target.path)
     }
-    same = await _find_identical(outside, grader, agent, fresh, scratch)
+    identical = await _find_identical(outside, grader, agent, fresh, scratch)
     refused = []
-    for path, found in resolved.items():
-        into = found.path is not None and not found.is_host_path and any(is_below(found.path, one) for one in grader)
+    for path, link_target in resolved.items():
+        enters_grader_paths = (
+            link_target.path is not None
+            and not link_target.is_host_path
+            and any(is_below(link_target.path, place) for place in grader)
+        )
         if (
-            found.path is None
-            or into
-            or not (found.is_host_path or _leads_to_known_path(carried, found.path, grader, same))
+            link_target.path is None
+            or enters_grader_paths
+            or not (link_target.is_host_path or _leads_to_known_path(carried, link_target.path, grader, identical))
         ):
-            refused.append(RefusedLink(path, str(carried.entries[path]), found.path, into))
+            refused.append(RefusedLink(path, str(carried.entries[path]), link_target.path, enters_grader_paths))
     return refused
 
 
-def _leads_to_known_path(carried: TransferredEntries, path: str, places: list[str], same: set[str]) -> bool:
+def _leads_to_known_path(carried: TransferredEntries, path: str, places: list[str], identical: set[str]) -> bool:
     if any(is_below(place, path) for place in places):
         return False
-    return path in carried.entries if _is_known(carried, path) else path in same
+    return path in carried.entries if _is_known(carried, path) else path in identical
 
 
 def _is_known(carried: TransferredEntries, path: str) -> bool:
@@ -121,23 +125,23 @@ def _is_known(carried: TransferredEntries, path: str) -> bool:
 
 
 def _resolve(carried: TransferredEntries, link: str, has_root: bool) -> _LinkTarget:
-    """The path that a link leads to, with every link on the way that is carried followed."""
-    at, steps = posixpath.dirname(link), 0
-    ahead = [posixpath.basename(link)]
-    while ahead:
-        part = ahead.pop()
+    """The path that a link leads to; follows every transferred link on the way."""
+    current, steps = posixpath.dirname(link), 0
+    pending = [posixpath.basename(link)]
+    while pending:
+        part = pending.pop()
         if part == "..":
             # Elsewhere the runtime may have links of its own, above which `..` leads to another folder.
-            if at == "/" or not (_is_known(carried, at) or is_below(posixpath.dirname(link), at)):
+            if current == "/" or not (_is_known(carried, current) or is_below(posixpath.dirname(link), current)):
                 return _LinkTarget(None)
-            at = posixpath.dirname(at)
+            current = posixpath.dirname(current)
             continue
         if part in ("", "."):
             continue
-        place = posixpath.join(at, part)
+        place = posixpath.join(current, part)
         target = carried.entries.get(place)
         if target is None:
-            at = place
+            current = place
             continue
         steps += 1
         if steps > _MAX_LINK_STEPS:
@@ -145,31 +149,31 @@ def _resolve(carried: TransferredEntries, link: str, has_root: bool) -> _LinkTar
         if target.startswith("/"):
             if not has_root:
                 return _LinkTarget(target, is_host_path=True)
-            at = "/"
-        ahead += reversed(target.split("/"))
-    return _LinkTarget(at)
+            current = "/"
+        pending += reversed(target.split("/"))
+    return _LinkTarget(current)
 
 
 async def _find_identical(
     paths: set[str], places: list[str], agent: Runtime, fresh: Runtime, scratch: Path
 ) -> set[str]:
-    """Those of the paths that lead to the same content in both runtimes, out of the grader's places."""
+    """Those of the paths that lead to the same content in both runtimes, outside of the grader's paths."""
     if agent is fresh:
         leads = await _resolve_in_runtime(fresh, sorted(paths), agents_doing=True)
         return {path for path, (_, real) in leads.items() if not _overlaps(real, places)}
-    left = _MAX_COMPARED_BYTES
-    same: dict[str, bool] = {}
-    found = set()
+    remaining = _MAX_COMPARED_BYTES
+    is_same_by_path: dict[str, bool] = {}
+    identical = set()
     for path, (kind, real) in (await _resolve_in_runtime(fresh, sorted(paths), agents_doing=True)).items():
-        if real not in same:
-            same[real] = False
-            if not _overlaps(real, places) and left > 0 and len(same) <= _MAX_COMPARED_PATHS:
-                most = left if kind == "f" else min(left, _MAX_FOLDER_BYTES)
-                same[real], size = await _compare(real, most, agent, fresh, scratch)
-                left -= size
-        if same[real]:
-            found.add(path)
-    return found
+        if real not in is_same_by_path:
+            is_same_by_path[real] = False
+            if not _overlaps(real, places) and remaining > 0 and len(is_same_by_path) <= _MAX_COMPARED_PATHS:
+                max_bytes = remaining if kind == "f" else min(remaining, _MAX_FOLDER_BYTES)
+                is_same_by_path[real], size = await _compare(real, max_bytes, agent, fresh, scratch)
+                remaining -= size
+        if is_same_by_path[real]:
+            identical.add(path)
+    return identical
 
 
 def _overlaps(path: str, places: list[str]) -> bool:
@@ -177,35 +181,36 @@ def _overlaps(path: str, places: list[str]) -> bool:
 
 
 async def _resolve_grader_paths(fresh: Runtime, places: list[str], *, live: bool) -> list[str]:
-    """The grader's places with the prepared links on the way to them followed."""
+    """The grader's paths with the prepared links on the way resolved."""
     above = {posixpath.dirname(place) for place in places}
     leads = await _resolve_in_runtime(fresh, sorted(above), agents_doing=live)
     real = ((place, leads.get(posixpath.dirname(place))) for place in places)
-    return [posixpath.join(found[1], posixpath.basename(place)) for place, found in real if found is not None]
+    return [posixpath.join(resolved[1], posixpath.basename(place)) for place, resolved in real if resolved is not None]
 
 
 async def _resolve_in_runtime(fresh: Runtime, paths: list[str], *, agents_doing: bool) -> dict[str, tuple[str, str]]:
-    """Where paths lead in a runtime: `f` or `d`, and the real path. Those that lead nowhere are left out.
-    `agents_doing`: whatever takes too long, or too much memory, is the agent's (its links, or its programs in a live
-    runtime)."""
-    asked = [path for path in paths if "\n" not in path]
-    if not asked:
+    """Resolves paths in a runtime: `f` or `d`, and the real path; paths that lead nowhere are omitted. `agents_doing`:
+    the agent is to blame if this takes too much time or memory."""
+    readable_paths = [path for path in paths if "\n" not in path]
+    if not readable_paths:
         return {}
     with tempfile.NamedTemporaryFile(prefix="links-") as listing:
-        stdin = b"".join(os.fsencode(fresh.path(path)) + b"\n" for path in asked)
-        done = await fresh.run(
+        stdin = b"".join(os.fsencode(fresh.path(path)) + b"\n" for path in readable_paths)
+        completed = await fresh.run(
             ["/bin/sh", "-c", _RESOLVE_SCRIPT], stdin=stdin, timeout=_MAX_SECONDS, output=Path(listing.name)
         )
         lines = os.fsdecode(listing.read()).split("\n")
-    if done.timed_out or done.out_of_memory:
-        how = f"{_MAX_SECONDS:g} seconds" if done.timed_out else "its memory"
-        message = f"Where {len(asked)} paths lead could not be found out within {how}."
+    if completed.timed_out or completed.out_of_memory:
+        limit = f"{_MAX_SECONDS:g} seconds" if completed.timed_out else "its memory"
+        message = f"Where {len(readable_paths)} paths lead could not be found out within {limit}."
         raise UngradableWorkError(message) if agents_doing else SandboxError(message)
-    if done.exit_code is None:
+    if completed.exit_code is None:
         raise SandboxError("The grader's runtime was stopped while links were resolved.")
-    if done.exit_code != 0 or len(lines) != len(asked) + 1:  # no program for it, or paths of several lines
+    if (
+        completed.exit_code != 0 or len(lines) != len(readable_paths) + 1
+    ):  # no program for it, or paths of several lines
         return {}
-    return await asyncio.to_thread(_to_runtime_paths, fresh.path("/"), dict(zip(asked, lines, strict=False)))
+    return await asyncio.to_thread(_to_runtime_paths, fresh.path("/"), dict(zip(readable_paths, lines, strict=False)))
 
 
 def _to_runtime_paths(root: str, lines: dict[str, str]) -> dict[str, tuple[str, str]]:

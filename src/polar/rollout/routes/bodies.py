@@ -79,11 +79,13 @@ class BodyLimitMiddleware:
             message = await receive()
             size += len(message.get("body", b""))
             if size > limit:
-                raise _too_large(limit)
+                raise _make_too_large_error(limit)
             return message
 
-        if _declared_length(scope) > limit:
-            response = Response(msgspec.json.encode({"detail": _too_large(limit).detail}), 413, _CLOSE, _JSON)
+        if _read_declared_length(scope) > limit:
+            response = Response(
+                msgspec.json.encode({"detail": _make_too_large_error(limit).detail}), 413, _CLOSE, _JSON
+            )
             await response(scope, receive, send)
             return
         await self._app(scope, receive_bounded, send)
@@ -93,14 +95,14 @@ _JSON = "application/json"
 _CLOSE = {"Connection": "close"}  # the body that was announced is not read
 
 
-def _declared_length(scope: MutableMapping[str, Any]) -> int:
+def _read_declared_length(scope: MutableMapping[str, Any]) -> int:
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():
             return int(value[:20])
     return 0
 
 
-def _too_large(limit: int) -> HTTPException:
+def _make_too_large_error(limit: int) -> HTTPException:
     return HTTPException(413, f"The body is larger than {limit} bytes.", _CLOSE)
 
 
@@ -133,7 +135,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 def is_deeper_than(levels: int, value: Any) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(is_deeper_than(levels - 1, one) for one in inner)
+    return levels < 0 or any(is_deeper_than(levels - 1, item) for item in inner)
 
 
 def check_storable(value: T) -> T:
@@ -141,12 +143,12 @@ def check_storable(value: T) -> T:
     nobody can be shown."""
     plain = msgspec.to_builtins(value)
     if is_deeper_than(_MAX_DEPTH, plain):
-        raise unusable_body("it is nested too deeply")
-    _check(plain, "")
+        raise make_body_error("it is nested too deeply")
+    _check_value(plain, "")
     return value
 
 
-def unusable_body(why: str) -> HTTPException:
+def make_body_error(why: str) -> HTTPException:
     return HTTPException(422, f"The body can't be used: {why}.")
 
 
@@ -158,27 +160,27 @@ _UNCHECKED_FIELDS = frozenset(("outcome", "detail"))
 _MAX_DEPTH = 100
 
 
-def _check(value: Any, field: str) -> None:
+def _check_value(value: Any, field: str) -> None:
     if field in _UNCHECKED_FIELDS:
         return
     if isinstance(value, dict):
         for name, inner in value.items():
             _check_name(name, "a field")
-            _check(inner, name)
+            _check_value(inner, name)
     elif isinstance(value, list):
         for inner in value:
-            _check(inner, field)
+            _check_value(inner, field)
     elif isinstance(value, int) and not -INT64_LIMIT <= value < INT64_LIMIT:
-        raise unusable_body(f"{field} is a number of more than 63 bits")
+        raise make_body_error(f"{field} is a number of more than 63 bits")
     elif isinstance(value, str) and field in _NAME_FIELDS:
         _check_name(value, field)
 
 
 def _check_name(name: str, field: str) -> None:
     if not name.isprintable():
-        raise unusable_body(f"{field} has characters that can't be printed")
+        raise make_body_error(f"{field} has characters that can't be printed")
     if len(name) > _MAX_NAME_CHARS:
-        raise unusable_body(f"{field} is longer than {_MAX_NAME_CHARS} characters")
+        raise make_body_error(f"{field} is longer than {_MAX_NAME_CHARS} characters")
 
 
 Responses = dict[int | str, dict[str, Any]]
@@ -205,7 +207,7 @@ _ERROR_SCHEMA = {"$ref": f"{_COMPONENTS}Problem"}
 """By reference: FastAPI would make a model of its own for each status of each route, most of what a start takes."""
 
 
-def error_responses(*codes: int) -> Responses:
+def describe_errors(*codes: int) -> Responses:
     """Besides those that any route may answer."""
     return {
         code: {"description": _STATUS_DESCRIPTIONS[code], "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
@@ -213,7 +215,7 @@ def error_responses(*codes: int) -> Responses:
     }
 
 
-def streamed_response(description: str, schema: dict[str, Any], media: str = "application/json") -> Responses:
+def describe_stream(description: str, schema: dict[str, Any], media: str = "application/json") -> Responses:
     """Describes an answer that is written piece by piece."""
     return {200: {"description": description, "content": {media: {"schema": schema}}}}
 
@@ -224,25 +226,27 @@ class StructSchemas:
     def __init__(self) -> None:
         self._components: dict[str, Any] = {}
 
-    def request_body(self, kind: Any) -> dict[str, Any]:
+    def describe_request_body(self, kind: Any) -> dict[str, Any]:
         """A route's `openapi_extra`."""
-        return {"requestBody": {"required": True, "content": {"application/json": {"schema": self.schema(kind)}}}}
+        return {"requestBody": {"required": True, "content": {"application/json": {"schema": self.get_schema(kind)}}}}
 
-    def response(self, kind: Any, description: str) -> Responses:
-        return streamed_response(description, self.schema(kind))
+    def describe_response(self, kind: Any, description: str) -> Responses:
+        return describe_stream(description, self.get_schema(kind))
 
-    def schema(self, kind: Any) -> dict[str, Any]:
-        (found,), components = msgspec.json.schema_components([kind], ref_template=_COMPONENTS + "{name}")
+    def get_schema(self, kind: Any) -> dict[str, Any]:
+        (schema,), components = msgspec.json.schema_components([kind], ref_template=_COMPONENTS + "{name}")
         self._components |= components
-        return found
+        return schema
 
     def install(self, app: FastAPI) -> None:
-        def document() -> dict[str, Any]:
+        def build_document() -> dict[str, Any]:
             if app.openapi_schema is None:
-                made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+                openapi = get_openapi(
+                    title=app.title, version=app.version, description=app.description, routes=app.routes
+                )
                 problem = ErrorResponse.model_json_schema(ref_template=_COMPONENTS + "{model}")
-                made["components"]["schemas"] |= problem.pop("$defs") | {"Problem": problem} | self._components
-                app.openapi_schema = made
+                openapi["components"]["schemas"] |= problem.pop("$defs") | {"Problem": problem} | self._components
+                app.openapi_schema = openapi
             return app.openapi_schema
 
-        app.openapi = document  # type: ignore[method-assign]
+        app.openapi = build_document  # type: ignore[method-assign]

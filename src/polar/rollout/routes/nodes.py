@@ -19,7 +19,7 @@ from polar.rollout.protocol import (
     LeaseId,
     SessionOutcome,
 )
-from polar.rollout.routes.bodies import StructSchemas, check_storable, decode_body, error_responses, unusable_body
+from polar.rollout.routes.bodies import StructSchemas, check_storable, decode_body, describe_errors, make_body_error
 from polar.rollout.routes.service_parts import ServiceParts
 
 T = TypeVar("T")
@@ -51,23 +51,23 @@ class NodeAck(BaseModel):
 
 
 def list_nodes(parts: ServiceParts) -> list[NodeInfo]:
-    return [NodeInfo(**msgspec.structs.asdict(node)) for node in parts.rollout.nodes()]
+    return [NodeInfo(**msgspec.structs.asdict(node)) for node in parts.rollout.list_nodes()]
 
 
 def add_routes(router: APIRouter, parts: ServiceParts) -> None:
-    @router.get("/nodes", tags=["nodes"], responses=error_responses())
+    @router.get("/nodes", tags=["nodes"], responses=describe_errors())
     async def nodes() -> list[NodeInfo]:
         """The nodes that are alive."""
         return list_nodes(parts)
 
-    @router.get("/nodes/{node_id}", tags=["nodes"], responses=error_responses(404))
+    @router.get("/nodes/{node_id}", tags=["nodes"], responses=describe_errors(404))
     async def one_node(node_id: str) -> NodeInfo:
         for node in list_nodes(parts):
             if node.node_id == node_id:
                 return node
         raise HTTPException(404, f"There is no node {node_id}.")
 
-    @router.post("/nodes/{node_id}/drain", tags=["nodes"], responses=error_responses(404))
+    @router.post("/nodes/{node_id}/drain", tags=["nodes"], responses=describe_errors(404))
     async def drain(node_id: str) -> NodeDraining:
         """It gets no more sessions, and leaves when those that it has are done."""
         if not await parts.rollout.lease_manager.drain(node_id):
@@ -77,13 +77,13 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
 
 def add_node_routes(router: APIRouter, parts: ServiceParts, structs: StructSchemas) -> None:
     server = parts.rollout.lease_manager
-    refused = error_responses(400, 410, 413)
+    refused = describe_errors(400, 410, 413)
 
     @router.post(
         "/nodes/join",
         tags=["node protocol"],
-        openapi_extra=structs.request_body(JoinRequest),
-        responses=refused | structs.response(JoinResponse, "It may lease work"),
+        openapi_extra=structs.describe_request_body(JoinRequest),
+        responses=refused | structs.describe_response(JoinResponse, "It may lease work"),
     )
     async def join(request: Request) -> Response:
         return _json_response(await server.join(await _read_body(request, JoinRequest)))
@@ -91,18 +91,18 @@ def add_node_routes(router: APIRouter, parts: ServiceParts, structs: StructSchem
     @router.post(
         "/nodes/{node_id}/lease",
         tags=["node protocol"],
-        openapi_extra=structs.request_body(LeaseRequest),
-        responses=refused | structs.response(list[Lease], "Work"),
+        openapi_extra=structs.describe_request_body(LeaseRequest),
+        responses=refused | structs.describe_response(list[Lease], "Work"),
     )
     async def lease(node_id: str, request: Request) -> Response:
-        asked = await _read_body(request, LeaseRequest)
-        return _json_response(await server.lease(node_id, asked.holding, asked.room))
+        lease_request = await _read_body(request, LeaseRequest)
+        return _json_response(await server.lease(node_id, lease_request.holding, lease_request.room))
 
     @router.post(
         "/nodes/{node_id}/beat",
         tags=["node protocol"],
-        openapi_extra=structs.request_body(Heartbeat),
-        responses=refused | structs.response(HeartbeatResponse, "What it is to do"),
+        openapi_extra=structs.describe_request_body(Heartbeat),
+        responses=refused | structs.describe_response(HeartbeatResponse, "What it is to do"),
     )
     async def beat(node_id: str, request: Request) -> Response:
         return _json_response(await server.heartbeat(node_id, await _read_body(request, Heartbeat)))
@@ -110,15 +110,17 @@ def add_node_routes(router: APIRouter, parts: ServiceParts, structs: StructSchem
     @router.post(
         "/nodes/{node_id}/finish",
         tags=["node protocol"],
-        openapi_extra=structs.request_body(list[SessionOutcome]),
-        responses=refused | structs.response(list[FinishStatus], "What was made of each"),
+        openapi_extra=structs.describe_request_body(list[SessionOutcome]),
+        responses=refused | structs.describe_response(list[FinishStatus], "What was made of each"),
     )
     async def finish(node_id: str, request: Request) -> Response:
-        ended = await _read_body(request, list[SessionOutcome])
-        _check_outcomes(ended)
-        own = [one for one in ended if not _is_held_elsewhere(server, node_id, one.lease_id)]
-        answers = dict(zip((one.lease_id for one in own), await server.finish(node_id, own), strict=True))
-        return _json_response([answers.get(one.lease_id, "lost") for one in ended])
+        outcomes = await _read_body(request, list[SessionOutcome])
+        _check_outcomes(outcomes)
+        accepted = [outcome for outcome in outcomes if not _is_held_elsewhere(server, node_id, outcome.lease_id)]
+        statuses = dict(
+            zip((outcome.lease_id for outcome in accepted), await server.finish(node_id, accepted), strict=True)
+        )
+        return _json_response([statuses.get(outcome.lease_id, "lost") for outcome in outcomes])
 
     @router.post("/nodes/{node_id}/leave", tags=["node protocol"], responses=refused)
     async def leave(node_id: str) -> NodeAck:
@@ -137,16 +139,16 @@ def add_node_routes(router: APIRouter, parts: ServiceParts, structs: StructSchem
         return NodeAck(node_id=node_id)
 
 
-def _check_outcomes(ended: list[SessionOutcome]) -> None:
+def _check_outcomes(outcomes: list[SessionOutcome]) -> None:
     """Raises HTTPException for what no session can come to; what is the server's to say is not heard."""
-    if len({one.lease_id for one in ended}) < len(ended):
-        raise unusable_body("it has the same work twice")
-    for one in ended:
-        if one.reward is not None and one.reason is not None:
-            raise unusable_body("an outcome is a reward or a reason, never both")
-        if min(one.turns, one.tokens, one.oldest_version or 0, one.newest_version or 0) < 0:
-            raise unusable_body("turns, tokens and versions are not below 0")
-        one.lag, one.stale, one.builder, one.mask_traces = None, False, None, False
+    if len({outcome.lease_id for outcome in outcomes}) < len(outcomes):
+        raise make_body_error("it has the same work twice")
+    for outcome in outcomes:
+        if outcome.reward is not None and outcome.reason is not None:
+            raise make_body_error("an outcome is a reward or a reason, never both")
+        if min(outcome.turns, outcome.tokens, outcome.oldest_version or 0, outcome.newest_version or 0) < 0:
+            raise make_body_error("turns, tokens and versions are not below 0")
+        outcome.lag, outcome.stale, outcome.builder, outcome.mask_traces = None, False, None, False
 
 
 def _is_held_elsewhere(server: Leases, node_id: str, held: LeaseId) -> bool:

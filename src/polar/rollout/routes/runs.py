@@ -16,7 +16,7 @@ from polar.errors import ConfigError
 from polar.plugins import names
 from polar.records.policy import PauseState
 from polar.rollout.lease_manager import NodeView
-from polar.rollout.routes.bodies import Body, RunName, error_responses
+from polar.rollout.routes.bodies import Body, RunName, describe_errors
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.runs import Quotas
 
@@ -123,16 +123,16 @@ class PolicyInfo(BaseModel):
 
 def describe_policy(parts: ServiceParts, run: str) -> PolicyInfo:
     """What runs at each replica is known of this process alone; `running` counts every node."""
-    state = _pool_state(parts, run)
+    state = _get_pool(parts, run)
     pool = parts.pools.get_pool(run)
-    here = {replica.url: replica for replica in pool.replicas}
+    local_replicas = {replica.url: replica for replica in pool.replicas}
     replicas = []
-    for wanted in state.replicas:
-        replica = here.get(wanted.url)
+    for desired in state.replicas:
+        replica = local_replicas.get(desired.url)
         replicas.append(
             ReplicaInfo(
-                url=wanted.url,
-                version=wanted.version,
+                url=desired.url,
+                version=desired.version,
                 running=0 if replica is None else len(replica.running),
                 down=replica is not None and replica.down,
                 asleep=replica is not None and replica.asleep,
@@ -144,7 +144,7 @@ def describe_policy(parts: ServiceParts, run: str) -> PolicyInfo:
         paused=state.paused is not None,
         mode=state.paused,
         frozen=pool.gate.frozen,
-        held=pool.gate.held + sum(int(node.load.get("held", 0)) for node in _other_nodes(parts)),
+        held=pool.gate.held + sum(int(node.load.get("held", 0)) for node in _list_other_nodes(parts)),
         running=_count_running_calls(parts, run),
         replicas=replicas,
     )
@@ -158,12 +158,12 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
 def _add_quota_routes(router: APIRouter, parts: ServiceParts) -> None:
     rollout = parts.rollout
 
-    @router.get("/runs", tags=["runs"], responses=error_responses())
+    @router.get("/runs", tags=["runs"], responses=describe_errors())
     async def all_runs() -> Runs:
         """Every run that has quotas, or engines of its own."""
-        return Runs(runs={run: _describe_run(run, quotas) for run, quotas in rollout.quotas().items()})
+        return Runs(runs={run: _describe_run(run, quotas) for run, quotas in rollout.list_quotas().items()})
 
-    @router.put("/runs/{run}", tags=["runs"], responses=error_responses(400, 413, 502, 504))
+    @router.put("/runs/{run}", tags=["runs"], responses=describe_errors(400, 413, 502, 504))
     async def set_quotas(run: Annotated[RunName, Path()], body: RunQuotas) -> RunQuotas:
         quotas = Quotas(body.max_running, body.max_queued, body.batch, body.max_lag or 0)
         await rollout.set_quotas(run, quotas)
@@ -179,25 +179,25 @@ def _add_quota_routes(router: APIRouter, parts: ServiceParts) -> None:
     def _describe_run(run: str, quotas: Quotas) -> RunQuotas:
         engine = rollout.engine_controller.describe_engine(run)
         shown = None if engine == RunEngine() else EngineModel(**msgspec.to_builtins(engine))
-        return RunQuotas(**msgspec.to_builtins(quotas), compat=rollout.compat(run), engine=shown)
+        return RunQuotas(**msgspec.to_builtins(quotas), compat=rollout.get_compat(run), engine=shown)
 
 
 def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
     controller = parts.rollout.engine_controller
 
-    @router.get("/policy", tags=["policy"], responses=error_responses())
+    @router.get("/policy", tags=["policy"], responses=describe_errors())
     async def policy(run: RunQuery = None) -> PolicyInfo:
         return describe_policy(parts, run or DEFAULT_RUN)
 
-    @router.post("/policy", tags=["policy"], responses=error_responses(400, 404, 413, 504))
+    @router.post("/policy", tags=["policy"], responses=describe_errors(400, 404, 413, 504))
     async def new_policy(body: PolicyUpdate, run: RunQuery = None) -> PolicyInfo:
         """The weights have changed: of one replica, or of all."""
         run = body.run or run or DEFAULT_RUN
         if not await controller.set_version(run, body.version, body.replica, _APPLY_SECONDS):
-            raise _unknown_replica_error(parts, run, body.replica)
+            raise _make_unknown_replica_error(parts, run, body.replica)
         return describe_policy(parts, run)
 
-    @router.post("/policy/pause", tags=["policy"], responses=error_responses(400, 409, 413, 502, 504))
+    @router.post("/policy/pause", tags=["policy"], responses=describe_errors(400, 409, 413, 502, 504))
     async def pause(body: PauseRequest | None = None, run: RunQuery = None) -> PolicyInfo:
         """Holds generation. New calls wait until it is resumed."""
         wanted = body or PauseRequest()
@@ -205,18 +205,18 @@ def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
         await controller.pause(run, wanted.mode, wanted.timeout)
         return describe_policy(parts, run)
 
-    @router.post("/policy/resume", tags=["policy"], responses=error_responses(400, 409, 413, 502, 504))
+    @router.post("/policy/resume", tags=["policy"], responses=describe_errors(400, 409, 413, 502, 504))
     async def resume(body: RunBody | None = None, run: RunQuery = None) -> PolicyInfo:
         run = _require_own_engines(parts, (body or RunBody()).run or run)
         await controller.resume(run, _APPLY_SECONDS)
         return describe_policy(parts, run)
 
-    @router.get("/engines", tags=["engines"], responses=error_responses())
+    @router.get("/engines", tags=["engines"], responses=describe_errors())
     async def engines(run: RunQuery = None) -> PolicyInfo:
         """A run's engines; a run without any of its own uses those of `default`."""
         return describe_policy(parts, run or DEFAULT_RUN)
 
-    @router.post("/engines", tags=["engines"], responses=error_responses(400, 413, 502, 504))
+    @router.post("/engines", tags=["engines"], responses=describe_errors(400, 413, 502, 504))
     async def add_engine(body: EngineRequest, run: RunQuery = None) -> PolicyInfo:
         """One more replica. With its first one, a run has engines of its own. One that has another model than the
         run is refused (502), and does not stay."""
@@ -224,16 +224,16 @@ def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
         await controller.add_replica(run, body.url, body.version, _APPLY_SECONDS)
         return describe_policy(parts, run)
 
-    @router.delete("/engines", tags=["engines"], responses=error_responses(404, 504))
+    @router.delete("/engines", tags=["engines"], responses=describe_errors(404, 504))
     async def remove_engine(url: Annotated[str, Query(max_length=2000)], run: RunQuery = None) -> PolicyInfo:
         """It gets no more calls; those that run there end there."""
         run = run or DEFAULT_RUN
         if not await controller.remove_replica(run, url, _APPLY_SECONDS):
-            raise _unknown_replica_error(parts, run, url)
+            raise _make_unknown_replica_error(parts, run, url)
         return describe_policy(parts, run)
 
 
-def _pool_state(parts: ServiceParts, run: str) -> DesiredPool:
+def _get_pool(parts: ServiceParts, run: str) -> DesiredPool:
     pools = parts.rollout.engine_controller.engines.pools
     return pools.get(run) or pools[DEFAULT_RUN]
 
@@ -246,16 +246,16 @@ def _require_own_engines(parts: ServiceParts, run: str | None) -> str:
     return run or DEFAULT_RUN
 
 
-def _other_nodes(parts: ServiceParts) -> list[NodeView]:
-    return [node for node in parts.rollout.nodes() if node.node_id != parts.node_id]
+def _list_other_nodes(parts: ServiceParts) -> list[NodeView]:
+    return [node for node in parts.rollout.list_nodes() if node.node_id != parts.node_id]
 
 
 def _count_running_calls(parts: ServiceParts, run: str) -> int:
     """Calls at the engines; of other nodes, those of all runs."""
-    here = sum(len(replica.running) for replica in parts.pools.get_pool(run).replicas)
-    return here + sum(int(node.load.get("calls", 0)) for node in _other_nodes(parts))
+    local = sum(len(replica.running) for replica in parts.pools.get_pool(run).replicas)
+    return local + sum(int(node.load.get("calls", 0)) for node in _list_other_nodes(parts))
 
 
-def _unknown_replica_error(parts: ServiceParts, run: str, url: str | None) -> HTTPException:
-    known = ", ".join(replica.url for replica in _pool_state(parts, run).replicas) or "none"
+def _make_unknown_replica_error(parts: ServiceParts, run: str, url: str | None) -> HTTPException:
+    known = ", ".join(replica.url for replica in _get_pool(parts, run).replicas) or "none"
     return HTTPException(404, f"There is no replica {url} in the run {run}; known: {known}.")

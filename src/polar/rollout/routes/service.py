@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from polar.rollout.events import EventListener, ServiceEvent
-from polar.rollout.routes.bodies import RunName, error_responses, streamed_response
+from polar.rollout.routes.bodies import RunName, describe_errors, describe_stream
 from polar.rollout.routes.nodes import NodeInfo, list_nodes
 from polar.rollout.routes.runs import PolicyInfo, describe_policy
 from polar.rollout.routes.service_parts import ServiceParts
@@ -55,7 +55,7 @@ class Status(BaseModel):
     policy: dict[str, PolicyInfo] = Field(description="of each run with engines of its own, and of default")
 
 
-def _health(parts: ServiceParts) -> Health:
+def _build_health(parts: ServiceParts) -> Health:
     pool = parts.pools.default
     engines = [EngineHealth(down=replica.down, running=len(replica.running)) for replica in pool.replicas]
     can_write = parts.store.write_failure is None
@@ -68,13 +68,13 @@ def _health(parts: ServiceParts) -> Health:
     )
 
 
-def current_health(parts: ServiceParts) -> tuple[int, bytes]:
+def encode_health(parts: ServiceParts) -> tuple[int, bytes]:
     """The HTTP status and body of /health. Reads memory only, so that any thread may call it."""
-    health = _health(parts)
-    return _http_status(health), health.model_dump_json().encode()
+    health = _build_health(parts)
+    return _get_http_status(health), health.model_dump_json().encode()
 
 
-def _http_status(health: Health) -> int:
+def _get_http_status(health: Health) -> int:
     return 200 if health.status == "ok" else 503
 
 
@@ -82,19 +82,19 @@ def add_open_routes(router: APIRouter, parts: ServiceParts) -> None:
     @router.get("/health", tags=["service"], responses={503: {"model": Health, "description": "It can't write."}})
     async def health(response: Response) -> Health:
         """Whether the service is up and can write. Needs no token."""
-        health = _health(parts)
-        response.status_code = _http_status(health)
+        health = _build_health(parts)
+        response.status_code = _get_http_status(health)
         return health
 
 
 def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     rollout = parts.rollout
 
-    @router.get("/rollout/status", tags=["service"], responses=error_responses())
+    @router.get("/rollout/status", tags=["service"], responses=describe_errors())
     async def status() -> Status:
         """Each run's sessions by state, the nodes that are alive, and each run's engines."""
         return Status(
-            runs={run: RunCounts(**counts) for run, counts in rollout.status().items()},
+            runs={run: RunCounts(**counts) for run, counts in rollout.count_sessions().items()},
             nodes=list_nodes(parts),
             policy={run: describe_policy(parts, run) for run in rollout.engine_controller.engines.pools},
         )
@@ -103,7 +103,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
         "/metrics",
         tags=["service"],
         response_class=Response,
-        responses=error_responses() | streamed_response("Prometheus", {"type": "string"}, "text/plain"),
+        responses=describe_errors() | describe_stream("Prometheus", {"type": "string"}, "text/plain"),
     )
     async def metrics() -> Response:
         return Response(generate_latest(parts.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -112,7 +112,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
         "/events",
         tags=["service"],
         response_class=StreamingResponse,
-        responses=error_responses() | streamed_response("Server-sent events", {"type": "string"}, "text/event-stream"),
+        responses=describe_errors() | describe_stream("Server-sent events", {"type": "string"}, "text/event-stream"),
     )
     async def events(
         run: Annotated[RunName | None, Query(description="only of this run, and of what concerns all of them")] = None,
@@ -130,7 +130,7 @@ async def _stream_events(listener: EventListener) -> AsyncIterator[bytes]:
         while True:
             try:
                 async with asyncio.timeout(_HEARTBEAT_SECONDS):
-                    event = await listener.next()
+                    event = await listener.wait_for_event()
             except TimeoutError:
                 yield b": still here\n\n"
                 continue

@@ -14,7 +14,7 @@ from polar.harnesses import build_base_urls
 from polar.plugins import names
 from polar.records.result import EvidenceResult
 from polar.records.session import Session, Verdict
-from polar.rollout.routes.bodies import Body, RunName, StoredText, error_responses, is_deeper_than, streamed_response
+from polar.rollout.routes.bodies import Body, RunName, StoredText, describe_errors, describe_stream, is_deeper_than
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.routes.tasks import stream_response
 from polar.store.base import Store
@@ -74,13 +74,13 @@ class SessionEnd(Body):
 def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     store, sessions = parts.store, parts.sessions
 
-    @router.post("/sessions", tags=["sessions"], responses=error_responses(400, 413))
+    @router.post("/sessions", tags=["sessions"], responses=describe_errors(400, 413))
     async def new_session(body: NewSession) -> SessionCreated:
         """A session for a harness that is run by hand. Its key is told here, and nowhere else."""
         session, key = await sessions.create(body.metadata, body.run)
         return SessionCreated(session_id=session.session_id, api_key=key, base_urls=build_base_urls(parts.gateway_url))
 
-    @router.get("/sessions", tags=["sessions"], response_model=list[SessionInfo], responses=error_responses(404))
+    @router.get("/sessions", tags=["sessions"], response_model=list[SessionInfo], responses=describe_errors(404))
     async def list_sessions(
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[str | None, Query(description="the last one of the page before")] = None,
@@ -92,7 +92,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
             [view.session_to_dict(session) for session in await store.list_sessions(limit=limit, before=before)]
         )
 
-    @router.get("/sessions/{session_id}", tags=["sessions"], response_model=SessionInfo, responses=error_responses(404))
+    @router.get("/sessions/{session_id}", tags=["sessions"], response_model=SessionInfo, responses=describe_errors(404))
     async def one_session(session_id: str) -> Response:
         return _json_response(view.session_to_dict(await find_session(session_id)))
 
@@ -100,7 +100,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
         "/sessions/{session_id}/end",
         tags=["sessions"],
         response_model=SessionInfo,
-        responses=error_responses(400, 404, 409, 413),
+        responses=describe_errors(400, 404, 409, 413),
     )
     async def end_session(session_id: str, body: SessionEnd | None = None) -> Response:
         """Its key stops working, and what still runs is given up. A reward may be added later, but not changed."""
@@ -116,8 +116,8 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     @router.get(
         "/sessions/{session_id}/exchanges",
         tags=["sessions"],
-        responses=error_responses(404, 406)
-        | streamed_response("Every captured call", {"type": "array", "items": {"type": "object"}}),
+        responses=describe_errors(404, 406)
+        | describe_stream("Every captured call", {"type": "array", "items": {"type": "object"}}),
     )
     async def exchanges(session_id: str, request: Request) -> Response:
         """Every captured call; with `Accept: application/vnd.apache.arrow.stream`, token arrays in binary."""
@@ -126,7 +126,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
             return await _arrow_response(store, session_id)
         return await stream_response(_stream_exchanges(store, session_id))
 
-    @router.get("/sessions/{session_id}/trajectory", tags=["sessions"], responses=error_responses(404))
+    @router.get("/sessions/{session_id}/trajectory", tags=["sessions"], responses=describe_errors(404))
     async def trajectory(session_id: str, builder: str = "prefix_merging") -> Response:
         """What a builder makes of the session so far; `prefix_tree` gives the whole token tree."""
         await find_session(session_id)

@@ -27,8 +27,8 @@ from polar.records.result import (
 from polar.records.task import TaskRequest
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.queue.records import TaskRow, WorkRow
-from polar.rollout.results import task_status
-from polar.rollout.routes.bodies import INT64_LIMIT, Body, Name, RunName, error_responses
+from polar.rollout.results import get_task_status
+from polar.rollout.routes.bodies import INT64_LIMIT, Body, Name, RunName, describe_errors
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RefusedTask, SubmittedTask
 from polar.validation_errors import format_validation_errors
@@ -109,8 +109,8 @@ def _validate_or_explain(value: Any, handler: ValidatorFunctionWrapHandler) -> A
     try:
         return handler(value)
     except ValidationError as error:
-        named = value.get("task_id") if isinstance(value, dict) else None
-        return _InvalidTask(named if isinstance(named, str) else None, format_validation_errors(error))
+        task_id = value.get("task_id") if isinstance(value, dict) else None
+        return _InvalidTask(task_id if isinstance(task_id, str) else None, format_validation_errors(error))
 
 
 class ManyTasks(Body):
@@ -120,7 +120,7 @@ class ManyTasks(Body):
 def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     rollout, pages, allowed = parts.rollout, parts.pages, parts.callbacks.allowed_hosts
 
-    @router.post("/rollout/task/submit", tags=["tasks"], responses=error_responses(400, 409, 413, 429))
+    @router.post("/rollout/task/submit", tags=["tasks"], responses=describe_errors(400, 409, 413, 429))
     async def submit(task: TaskRequest, run: RunQuery = "default") -> TaskSubmitted:
         """Takes a task in, durably. The same task again is answered as it is by now; another one of that name is not
         taken."""
@@ -135,14 +135,14 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
         "/rollout/tasks",
         tags=["tasks"],
         response_model_exclude_none=True,
-        responses=error_responses(400, 413),
+        responses=describe_errors(400, 413),
     )
     async def submit_many(body: ManyTasks, run: RunQuery = "default") -> TaskAnswers:
         """Takes each task in by itself; the answers are in the tasks' order."""
         answers: list[TaskAnswer | None] = []
-        wanted: list[TaskRequest] = []
+        accepted: list[TaskRequest] = []
 
-        def look() -> None:
+        def check_tasks() -> None:
             for task in body.tasks:
                 if isinstance(task, _InvalidTask):
                     answers.append(TaskAnswer(task_id=task.task_id, error=task.error, code=422))
@@ -151,18 +151,18 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
                 refused = _refused(task)
                 answers.append(None if refused is None else _to_answer(refused))
                 if refused is None:
-                    wanted.append(task)
+                    accepted.append(task)
 
-        await asyncio.to_thread(look)  # thousands take a while
-        told = iter(await rollout.submit(wanted)) if wanted else iter(())
-        return TaskAnswers(tasks=[answer or _to_answer(next(told)) for answer in answers])
+        await asyncio.to_thread(check_tasks)  # thousands take a while
+        submitted = iter(await rollout.submit(accepted)) if accepted else iter(())
+        return TaskAnswers(tasks=[answer or _to_answer(next(submitted)) for answer in answers])
 
     def _refused(task: TaskRequest) -> RefusedTask | None:
         problem = None if task.callback_url is None else allowed.find_problem(task.callback_url)
         problem = problem or find_storage_problem(task)
         return None if problem is None else RefusedTask(task.task_id, 422, problem)
 
-    @router.get("/rollout/task/{task_id:path}" + _TRAJECTORY_SUFFIX, tags=["tasks"], responses=error_responses(404))
+    @router.get("/rollout/task/{task_id:path}" + _TRAJECTORY_SUFFIX, tags=["tasks"], responses=describe_errors(404))
     async def trajectory(task_id: TaskId, run: RunQuery = "default") -> Response:
         """The token tree over all sessions of the task that have ended by now."""
         return Response(await pages.render_tree(await _find_task(run, task_id)), media_type="application/json")
@@ -170,7 +170,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     @router.get(
         "/rollout/task/{task_id:path}",
         tags=["tasks"],
-        responses=error_responses(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
+        responses=describe_errors(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
     )
     async def one_task(
         task_id: TaskId,
@@ -184,7 +184,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     @router.delete(
         "/rollout/task/{task_id:path}",
         tags=["tasks"],
-        responses=error_responses(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
+        responses=describe_errors(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
     )
     async def cancel(task_id: TaskId, run: RunQuery = "default", results: IncludeResults = True) -> Response:
         """What has not begun never will; what runs is ended, and has the reason `cancelled`."""
@@ -193,7 +193,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
         task = await _find_task(run, task_id)
         return await stream_response(pages.stream_status(task, results=results, cancelled_sessions=cancelled or 0))
 
-    @router.get("/tasks", tags=["tasks"], responses=error_responses())
+    @router.get("/tasks", tags=["tasks"], responses=describe_errors())
     async def tasks(
         run: RunQuery = "default",
         status: TaskState | None = None,
@@ -203,25 +203,25 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     ) -> ListedTasks:
         """The newest tasks, without their results; of those that fit, among the 10,000 newest."""
         filtered = any(value is not None for value in (status, harness, since))
-        rows = await rollout.recent_tasks(run, _MAX_LISTED_TASKS if filtered else limit)
+        rows = await rollout.list_recent_tasks(run, _MAX_LISTED_TASKS if filtered else limit)
         listed_tasks = [
-            one
-            for one in map(_listed_task, rows)
-            if status in (None, one.status) and harness in (None, one.harness) and one.updated_at >= (since or 0.0)
+            task
+            for task in map(_to_listed_task, rows)
+            if status in (None, task.status) and harness in (None, task.harness) and task.updated_at >= (since or 0.0)
         ]
         return ListedTasks(tasks=listed_tasks[:limit])
 
-    @router.get("/tasks/{task_id:path}/sessions", tags=["tasks"], responses=error_responses(404))
+    @router.get("/tasks/{task_id:path}/sessions", tags=["tasks"], responses=describe_errors(404))
     async def sessions_of_task(task_id: TaskId, run: RunQuery = "default") -> ListedSessions:
         """Where each session of a task is, without its trajectory."""
         await _find_task(run, task_id)
-        rows = await rollout.task_work(run, task_id)
-        return ListedSessions(task_id=task_id, sessions=[_listed_session(row) for row in rows])
+        rows = await rollout.list_task_work(run, task_id)
+        return ListedSessions(task_id=task_id, sessions=[_to_listed_session(row) for row in rows])
 
     _add_feed_route(router, parts)
 
     async def _find_task(run: str, task_id: str) -> TaskRow:
-        task = await rollout.task(run, task_id) if task_id.isprintable() else None
+        task = await rollout.get_task(run, task_id) if task_id.isprintable() else None
         if task is None:
             raise HTTPException(404, f"There is no task {task_id} in the run {run}.")
         return task
@@ -231,7 +231,7 @@ def _add_feed_route(router: APIRouter, parts: ServiceParts) -> None:
     @router.get(
         "/rollout/results",
         tags=["results"],
-        responses=error_responses()
+        responses=describe_errors()
         | {200: {"model": Page, "description": "A page of them, and where the next one begins"}},
     )
     async def results(
@@ -278,11 +278,11 @@ _decode_request = msgspec.json.Decoder(_Request).decode
 _decode_outcome = msgspec.json.Decoder(SessionOutcome).decode
 
 
-def _listed_task(row: TaskRow) -> ListedTask:
+def _to_listed_task(row: TaskRow) -> ListedTask:
     agent = _decode_request(row.request).agent
     return ListedTask(
         task_id=row.task_id,
-        status=task_status(row),
+        status=get_task_status(row),
         harness=agent.harness,
         model=agent.model_name,
         num_samples=row.samples,
@@ -293,19 +293,19 @@ def _listed_task(row: TaskRow) -> ListedTask:
     )
 
 
-def _listed_session(row: WorkRow) -> ListedSession:
+def _to_listed_session(row: WorkRow) -> ListedSession:
     if row.summary is None:
         status: Literal["REGISTERED", "RUNNING"] = "RUNNING" if row.state == "leased" else "REGISTERED"
         return ListedSession(session_id=row.session_id, task_id=row.task_id, status=status, node_id=row.node)
-    ended = _decode_outcome(row.summary)
+    outcome = _decode_outcome(row.summary)
     return ListedSession(
         session_id=row.session_id,
         task_id=row.task_id,
-        status=find_session_status(ended.reason),
-        node_id=ended.node_id,
-        reward=ended.reward,
-        timing=SessionTiming(**build_stage_timing(ended.seconds)),
-        error=ended.error or ended.reason,
+        status=find_session_status(outcome.reason),
+        node_id=outcome.node_id,
+        reward=outcome.reward,
+        timing=SessionTiming(**build_stage_timing(outcome.seconds)),
+        error=outcome.error or outcome.reason,
     )
 
 
@@ -313,12 +313,12 @@ async def stream_response(pieces: AsyncIterator[bytes]) -> Response:
     """As it is written; but what fails at its beginning is still told as a failure."""
     first = await anext(pieces)
 
-    async def all_of_it() -> AsyncIterator[bytes]:
+    async def chain_pieces() -> AsyncIterator[bytes]:
         yield first
         async for piece in pieces:
             yield piece
 
-    return StreamingResponse(all_of_it(), media_type="application/json")
+    return StreamingResponse(chain_pieces(), media_type="application/json")
 
 
 def find_storage_problem(task: TaskRequest) -> str | None:
@@ -344,7 +344,7 @@ def _assign_run(task: TaskRequest, run: str) -> TaskRequest:
     return task if named else task.model_copy(update={"run": run})
 
 
-def _to_answer(told: SubmittedTask | RefusedTask) -> TaskAnswer:
-    if isinstance(told, RefusedTask):
-        return TaskAnswer(task_id=told.task_id, error=told.error, code=told.code, retry_after=told.retry_after)
-    return TaskAnswer(task_id=told.task_id, status=told.status)
+def _to_answer(result: SubmittedTask | RefusedTask) -> TaskAnswer:
+    if isinstance(result, RefusedTask):
+        return TaskAnswer(task_id=result.task_id, error=result.error, code=result.code, retry_after=result.retry_after)
+    return TaskAnswer(task_id=result.task_id, status=result.status)

@@ -133,7 +133,11 @@ class BubblewrapRuntime:
         job = self._build_job(restarting)
         with contextlib.ExitStack() as ours:
             with contextlib.ExitStack() as theirs:
-                (inside_hold, hold), (ready, inside_ready), (info, inside_info) = _pipe(), _pipe(), _pipe()
+                (inside_hold, hold), (ready, inside_ready), (info, inside_info) = (
+                    _open_pipe(),
+                    _open_pipe(),
+                    _open_pipe(),
+                )
                 errors = os.memfd_create("bwrap")
                 for fd in (hold, ready):  # `ready` too: whoever writes to `cat` must not make it fail to pass that on
                     self._descriptors.callback(os.close, fd)
@@ -152,8 +156,8 @@ class BubblewrapRuntime:
             except TimeoutError:
                 pid = None
             if pid is None:
-                said = os.pread(errors, 4096, 0).decode(errors="replace").strip()
-                raise _make_start_error(self._bwrap, said, restarting=restarting)
+                stderr = os.pread(errors, 4096, 0).decode(errors="replace").strip()
+                raise _make_start_error(self._bwrap, stderr, restarting=restarting)
         if self._backend.unprivileged and self._spawner_process is not None:
             self._transfers.worker = self._backend.workers.get_for_process(self._spawner_process.pid)
         # Its mounts stay while this is open.
@@ -165,11 +169,11 @@ class BubblewrapRuntime:
     async def _wait_until_up(self, info: int, ready: int) -> int | None:
         """Waits until the first process inside runs; its id, or None where it ended before."""
         await _wait_readable(info)
-        told = re.search(rb'"child-pid": (\d+)', os.read(info, _CHUNK_BYTES))
-        if told is None:
+        match = re.search(rb'"child-pid": (\d+)', os.read(info, _CHUNK_BYTES))
+        if match is None:
             return None
         assert self._bwrap is not None
-        pid = int(told[1]) if not self._backend.unprivileged else await _find_child(self._bwrap)
+        pid = int(match[1]) if not self._backend.unprivileged else await _find_child(self._bwrap)
         if pid is None:
             return None
         try:
@@ -198,7 +202,7 @@ class BubblewrapRuntime:
         below = [str(folder) for folder in self._backend.list_lower_layers(self.spec)]
         return {
             "job": "sandbox",
-            **_cgroup_fields(self._cgroup),
+            **_build_cgroup_fields(self._cgroup),
             "owner": self._owner,
             "filter": self._seccomp_program,
             "disk": {"image": str(self._folder / _DISK_IMAGE)} if limited else None,
@@ -208,7 +212,7 @@ class BubblewrapRuntime:
             "shown": [str(mount.source) for mount in self.spec.mounts if mount.source.is_dir()],
             "mended": self._list_mount_points() if restarting else None,
             "unprivileged": self._backend.unprivileged,
-            "argv": self._argv(),
+            "argv": self._build_argv(),
             "env": {"PATH": _PATH},
         }
 
@@ -223,7 +227,7 @@ class BubblewrapRuntime:
             (folders if mount.source.is_dir() else files).append(mount.target)
         return {"folders": [*map(posixpath.normpath, folders)], "files": [*map(posixpath.normpath, files)]}
 
-    def _argv(self) -> list[str]:
+    def _build_argv(self) -> list[str]:
         spec = self.spec
         words = [self._backend.program, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
         words += ["--unshare-cgroup-try", "--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--disable-userns"]
@@ -272,7 +276,7 @@ class BubblewrapRuntime:
         group = None if self._cgroup is None else self._cgroup.create_child()
         job = {
             "job": "inside",
-            **_cgroup_fields(group),
+            **_build_cgroup_fields(group),
             "owner": self._owner,
             "filter": self._seccomp_program,
             "argv": argv,
@@ -289,7 +293,7 @@ class BubblewrapRuntime:
                 await group.kill()
             await spawned.gone
 
-        began = time.monotonic()
+        started_at = time.monotonic()
         killed, stops = 0 if self._cgroup is None else self._cgroup.count_oom_kills(), self._stop_count
         try:
             completed = await run_command(
@@ -305,7 +309,7 @@ class BubblewrapRuntime:
         except SandboxError:
             if not await self._ended_from_inside():
                 raise
-            completed = CommandResult(128 + signal.SIGKILL, time.monotonic() - began)
+            completed = CommandResult(128 + signal.SIGKILL, time.monotonic() - started_at)
         finally:
             if group is not None:
                 group.remove_if_empty()
@@ -332,7 +336,9 @@ class BubblewrapRuntime:
     async def _kill_inside(self) -> None:
         """Everything but process 1, told from within."""
         assert self._init_pidfd is not None
-        spawned = await self._backend.spawner.spawn({"job": "kill_inside", **_cgroup_fields(None)}, (self._init_pidfd,))
+        spawned = await self._backend.spawner.spawn(
+            {"job": "kill_inside", **_build_cgroup_fields(None)}, (self._init_pidfd,)
+        )
         await spawned.gone
         if spawned.error is not None and not await self._ended_from_inside():
             raise SandboxError(f"What runs inside could not be killed: {spawned.error}.")
@@ -425,7 +431,7 @@ class Bubblewrap:
         self.spawner = Spawner(unprivileged=self.unprivileged)
         self.workers = NamespaceWorkers()  # where there is no root
         self._warned_about_disk = False
-        self._architecture = seccomp.supported_architecture() if linux.supports_seccomp() else None
+        self._architecture = seccomp.detect_architecture() if linux.supports_seccomp() else None
         self._filters: dict[tuple[tuple[str, ...], bool], str] = {}
         self._ranges: UserRanges | None = None
         self._shares_users = False  # among sandboxes, as far as they were made
@@ -525,7 +531,7 @@ class Bubblewrap:
 
     async def _check_mappable(self, folders: list[str], user_range: UserRange) -> str | None:
         """Tries whether the kernel can show these folders' files as owned by others, under an overlay (Linux 5.19)."""
-        job = {"job": "map_owners", **_cgroup_fields(None), "mapped": folders}
+        job = {"job": "map_owners", **_build_cgroup_fields(None), "mapped": folders}
         with contextlib.closing(await self.spawner.spawn(job, (user_range.namespace_fd,))) as spawned:
             await spawned.gone
             return spawned.error
@@ -561,24 +567,24 @@ class Bubblewrap:
         return contextlib.nullcontext()
 
     def list_isolation_gaps(self) -> list[str]:
-        found = CgroupHierarchies.detect().missing_limits
+        gaps = CgroupHierarchies.detect().missing_limits
         if self.unprivileged:
-            found.append("disk limit (only the size of each file)")
+            gaps.append("disk limit (only the size of each file)")
         if self._shares_users:
-            found.append(SHARED_USERS)
+            gaps.append(SHARED_USERS)
         if self._architecture is None:
-            found.append("system calls (no filter)")
-        return found
+            gaps.append("system calls (no filter)")
+        return gaps
 
     async def sweep(self) -> list[str]:
         """Processes and mounts ended with the node; what is left are groups and folders."""
         swept = []
-        for left in self._state.iter_abandoned():
-            for folder in left.runtime_folders:
-                if (group := left.find_cgroup(folder.name)) is not None:
+        for abandoned in self._state.iter_abandoned():
+            for folder in abandoned.runtime_folders:
+                if (group := abandoned.find_cgroup(folder.name)) is not None:
                     await group.remove()
                 swept.append(folder.name)
-            await asyncio.to_thread(left.remove)
+            await asyncio.to_thread(abandoned.remove)
         return swept
 
     async def close(self) -> None:
@@ -595,7 +601,7 @@ class Bubblewrap:
         await asyncio.to_thread(self._state.close)
 
 
-def _cgroup_fields(cgroup: Cgroup | None) -> dict[str, object]:
+def _build_cgroup_fields(cgroup: Cgroup | None) -> dict[str, object]:
     entry = None if cgroup is None else cgroup.entry
     return {
         "into": None if entry is None else entry.unified_folder,
@@ -621,7 +627,7 @@ def _blames_sandbox_files(stderr: str) -> bool:
     return not stderr.startswith("bwrap: ") or any(word in stderr for word in ("execvp", "Can't mkdir", "Can't create"))
 
 
-def _pipe() -> tuple[int, int]:
+def _open_pipe() -> tuple[int, int]:
     return os.pipe2(os.O_CLOEXEC)
 
 

@@ -104,7 +104,7 @@ def explain_failure(failure: ProbeFailure, folder: Path, *, unprivileged: bool) 
     if failure.step == "overlay" and failure.errno == errno.ENODEV:
         return "The kernel has no overlayfs: as root, load it with `modprobe overlay`."
     if failure.step == "overlay" and forbidden and unprivileged:
-        if kernel_version() < _MIN_KERNEL:
+        if read_kernel_version() < _MIN_KERNEL:
             return (
                 f"Linux {platform.release()} mounts no overlay in a user namespace: use Linux 5.11 or later, "
                 f"{_ALTERNATIVES}."
@@ -140,7 +140,7 @@ def _read_sysctl(name: str) -> str | None:
         return None
 
 
-def kernel_version() -> tuple[int, ...]:
+def read_kernel_version() -> tuple[int, ...]:
     return tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
 
 

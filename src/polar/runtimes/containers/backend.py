@@ -35,7 +35,7 @@ from polar.runtimes import linux, seccomp
 from polar.runtimes.base import SHARED_USERS, Limits, RuntimeSpec, SandboxError
 from polar.runtimes.cgroups import CONTROLLERS, LIMIT_NAMES, Controller
 from polar.runtimes.containers.cli import ContainerCli, ContainerCliError
-from polar.runtimes.containers.runtime import INIT_SCRIPT, ContainerRuntime, container_name, remove_container
+from polar.runtimes.containers.runtime import INIT_SCRIPT, ContainerRuntime, make_container_name, remove_container
 from polar.runtimes.namespace_worker import NamespaceWorkers
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class ContainerBackend:
     def __init__(self, state: Path, gateway: str) -> None:
         self._state_label = f"{STATE_LABEL}={state.absolute()}"
         self._state = state.absolute()
-        self._architecture = seccomp.supported_architecture() if linux.supports_seccomp() else None
+        self._architecture = seccomp.detect_architecture() if linux.supports_seccomp() else None
         self._gateway = gateway
         self._cli = ContainerCli(*self.build_command())
         self._images = ContainerImages(self._cli)
@@ -221,7 +221,7 @@ class ContainerBackend:
 
     async def _create_from(self, image: ContainerImage, id: str, spec: RuntimeSpec) -> ContainerRuntime:
         options = [
-            *("--name", container_name(id), "--hostname", "sandbox", "--pull", "never", "--log-driver", "none"),
+            *("--name", make_container_name(id), "--hostname", "sandbox", "--pull", "never", "--log-driver", "none"),
             *("--stop-signal", "KILL"),  # there is nothing in it that would tidy up
             *("--label", f"{RUNTIME_LABEL}={id}", "--label", self._state_label),
             *("--label", f"{MAKER_LABEL}={_identify_process(os.getpid())}"),
@@ -233,7 +233,9 @@ class ContainerBackend:
         ]
         try:
             container = await self._create_container(
-                options, ("--entrypoint", "/bin/sh", image.name, "-c", INIT_SCRIPT, container_name(id)), spec.limits
+                options,
+                ("--entrypoint", "/bin/sh", image.name, "-c", INIT_SCRIPT, make_container_name(id)),
+                spec.limits,
             )
         except asyncio.CancelledError:
             for made in await self._list_by_label(f"{RUNTIME_LABEL}={id}"):

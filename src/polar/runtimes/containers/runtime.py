@@ -88,7 +88,7 @@ class ContainerRuntime:
 
     async def _enter(self) -> RunningContainer:
         inside = await RunningContainer.attach(
-            int(await self._inspect_state("Pid")), self._container, container_name(self.id), self._workers
+            int(await self._inspect_state("Pid")), self._container, make_container_name(self.id), self._workers
         )
         self._transfers.worker = inside.worker
         return inside
@@ -237,7 +237,7 @@ class ContainerRuntime:
         return await self._cli.call("inspect", "--format", f"{{{{.State.{field}}}}}", self._container)
 
 
-def container_name(id: str) -> str:
+def make_container_name(id: str) -> str:
     """A container's name, and the last argument of its first process."""
     return f"polar-{id}"
 

@@ -50,11 +50,11 @@ class Spawner:
                 kept.callback(os.close, read)
                 lent.callback(os.close, write)
                 os.set_blocking(read, False)
-                given = [write, *fds]
+                passed_fds = [write, *fds]
                 if len(message) > MAX_MESSAGE_BYTES:
-                    given.append(_create_memfd(lent, message))
+                    passed_fds.append(_create_memfd(lent, message))
                     message = JOB_IN_FILE
-                socket.send_fds(self._process.connect(), [message], given)
+                socket.send_fds(self._process.connect(), [message], passed_fds)
             except OSError as error:
                 raise SandboxError(f"The spawner can't be reached: {error}.") from error
             kept.pop_all()
@@ -196,11 +196,11 @@ class _OutputSink:
     def close(self) -> None:
         """Takes what the command left in the pipe. A daemon that still writes to it is no reason to wait."""
         self._loop.remove_reader(self._read_fd)
-        left = fcntl.fcntl(self._read_fd, fcntl.F_GETPIPE_SZ)
+        remaining = fcntl.fcntl(self._read_fd, fcntl.F_GETPIPE_SZ)
         try:
             with contextlib.suppress(BlockingIOError):
-                while left > 0 and (taken := self._read_chunk()):
-                    left -= taken
+                while remaining > 0 and (size := self._read_chunk()):
+                    remaining -= size
         finally:
             os.close(self._read_fd)
             if self.write_fd >= 0:
@@ -222,7 +222,7 @@ async def run_command(
     follow: Callable[[SpawnedJob], None] = lambda _: None,
 ) -> CommandResult:
     """Runs a command to its end; at the time-out, and when this is cancelled, `kill` ends it with what it started."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     sink = _OutputSink(output, max_output)
     timed_out = False
     try:
@@ -247,7 +247,7 @@ async def run_command(
         raise SandboxError(f"The command's output can't be written to {output}: {sink.error.strerror}.")
     return CommandResult(
         None if timed_out else spawned.exit_code,
-        time.monotonic() - began,
+        time.monotonic() - started_at,
         timed_out,
         output_truncated=sink.is_truncated,
     )

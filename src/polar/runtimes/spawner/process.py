@@ -65,7 +65,7 @@ anyone may look into. What the machine has there is not touched."""
 _READ_ONLY_MOUNT_FLAGS = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
 _MAX_TERMINALS = 64  # a sandbox's share of the machine's, of which there are some 3,000 besides the machine's own
 _THREAD_COUNT_FIELD = 17  # index of num_threads in /proc/PID/stat, counted from the state
-_DROPPED_CAPABILITIES = tuple(set(range(linux.last_capability() + 1)) - _KEPT_CAPABILITIES)
+_DROPPED_CAPABILITIES = tuple(set(range(linux.read_last_capability() + 1)) - _KEPT_CAPABILITIES)
 
 Job = dict[str, Any]
 
@@ -74,34 +74,34 @@ def main() -> None:
     """Takes jobs from the socket on descriptor 0 until the node is gone. Argument 2 says whether without root."""
     if sys.argv[2:] == [UNPRIVILEGED]:
         enter_user_and_pid_namespaces()
-    asked = socket.socket(fileno=os.dup(0))
+    requests = socket.socket(fileno=os.dup(0))
     gc.disable()  # its passes write to every object, and each page written to is copied in every fork
     linux.adopt_orphans()  # a sandbox can't end while a process of it waits to be reaped by a slow init
     sys.meta_path.clear()  # a fork that stands in a sandbox must not import what it finds there
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the node's thread had blocked
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    wakeup_read, wakeup_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     running: dict[int, int] = {}  # status pipes by process
     while True:
-        for ready in select.select([asked.fileno(), woken], [], [])[0]:
-            if ready == woken:
-                os.read(woken, 1 << 16)
+        for ready in select.select([requests.fileno(), wakeup_read], [], [])[0]:
+            if ready == wakeup_read:
+                os.read(wakeup_read, 1 << 16)
                 _reap(running)
-            elif not _receive_job(asked, running):
+            elif not _receive_job(requests, running):
                 return
 
 
-def _receive_job(asked: socket.socket, running: dict[int, int]) -> bool:
+def _receive_job(requests: socket.socket, running: dict[int, int]) -> bool:
     """Starts one job; False where the node is gone."""
     # No command may have one of these (and above all not its status pipe), so they are closed by exec.
-    message, told, _, _ = asked.recvmsg(MAX_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    message, ancillary, _, _ = requests.recvmsg(MAX_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
     if not message:
         return False
-    fds = [fd for _, _, data in told for fd in memoryview(data).cast("i")]
+    fds = [fd for _, _, data in ancillary for fd in memoryview(data).cast("i")]
     try:
-        _start_job(message, fds, asked, running)
+        _start_job(message, fds, requests, running)
     except Exception as error:  # noqa: BLE001  of one job, which hears of it: all others live here too
         if fds:
             _report(fds[0], error=f"{type(error).__name__}: {error}")
@@ -110,7 +110,7 @@ def _receive_job(asked: socket.socket, running: dict[int, int]) -> bool:
     return True
 
 
-def _start_job(message: bytes, fds: list[int], asked: socket.socket, running: dict[int, int]) -> None:
+def _start_job(message: bytes, fds: list[int], requests: socket.socket, running: dict[int, int]) -> None:
     status, *others = fds
     if message == JOB_IN_FILE:
         request = others.pop()
@@ -118,8 +118,8 @@ def _start_job(message: bytes, fds: list[int], asked: socket.socket, running: di
     job: Job = json.loads(message)
     job["parent"] = 0 if job["job"] == "inside" else os.getpid()  # a parent in another pid namespace has no number
 
-    def work() -> None:
-        asked.close()
+    def run_job() -> None:
+        requests.close()
         signal.set_wakeup_fd(-1)
         for fd in running.values():
             os.close(fd)
@@ -131,7 +131,7 @@ def _start_job(message: bytes, fds: list[int], asked: socket.socket, running: di
         _report_fork_failure(job, status, others, error)
         return
     if child == 0:
-        _run_and_exit(status, work)
+        _run_and_exit(status, run_job)
     if job["job"] == "inside":
         running[child] = os.dup(status)
 
@@ -232,11 +232,11 @@ def _run_sandbox(job: Job, status: int, fds: list[int]) -> None:
         filled = job["mended"] is not None and disk is not None and error.errno == errno.ENOSPC
         _report(status, error=str(error), spoiled=filled)
         return
-    for at, fd in enumerate((hold, ready, errors)):
-        os.dup2(fd, at)
+    for target_fd, fd in enumerate((hold, ready, errors)):
+        os.dup2(fd, target_fd)
     os.set_inheritable(info, True)
-    given = {"{info}": info, "{filter}": _create_filter_file(job["filter"])}
-    argv = [str(given.get(word, word)) for word in job["argv"]]
+    placeholders = {"{info}": info, "{filter}": _create_filter_file(job["filter"])}
+    argv = [str(placeholders.get(word, word)) for word in job["argv"]]
     for namespace in users:
         os.setgroups([])
         linux.setns(namespace, linux.CLONE_NEWUSER)
@@ -301,7 +301,7 @@ def _mount_root(job: Job, users: list[int]) -> None:
         os.unlink(f"{layer}/work/work/incompat/volatile/dirty")  # a mark that it was mounted, and is refused for
         os.removedirs(f"{layer}/work/work/incompat/volatile")
         os.makedirs(f"{layer}/work", exist_ok=True)
-    layers = overlay_options(below, str(layer), unprivileged=job["unprivileged"])
+    layers = build_overlay_options(below, str(layer), unprivileged=job["unprivileged"])
     linux.mount("overlay", f"{STAGE_FOLDER}/root", "overlay", linux.MS_NOSUID | linux.MS_NODEV, layers)
     empty = _open_path(f"{STAGE_FOLDER}/empty")
     for number, folder in enumerate(shown):
@@ -334,7 +334,7 @@ def _mount_unnamed(target: str, empty: int, folder: int, *, unprivileged: bool) 
         target,
         "overlay",
         _READ_ONLY_MOUNT_FLAGS,
-        overlay_options([empty, folder], unprivileged=unprivileged),
+        build_overlay_options([empty, folder], unprivileged=unprivileged),
     )
 
 
@@ -369,8 +369,8 @@ def _has_replaced_program(upper: str, path: str) -> bool:
     files = ("etc/ld.so.preload", *(f"{folder}/cat" for folder in programs))
     if any(os.path.lexists(f"{upper}/{file}") for file in files):
         return True
-    found = (os.listdir(f"{upper}/{folder}") for folder in libraries if os.path.isdir(f"{upper}/{folder}"))
-    return any(name.startswith(("ld-", "libc.")) for names in found for name in names)
+    library_names = (os.listdir(f"{upper}/{folder}") for folder in libraries if os.path.isdir(f"{upper}/{folder}"))
+    return any(name.startswith(("ld-", "libc.")) for names in library_names for name in names)
 
 
 def _open_real_folder(root: str, path: str, owner: int) -> int:
@@ -405,7 +405,7 @@ def _run_inside(job: Job, _: int, fds: list[int]) -> None:
     if own_users:
         _become_root_inside(job, signal.SIGKILL)
     linux.drop_capabilities(_DROPPED_CAPABILITIES)
-    linux.no_new_privileges()
+    linux.forbid_new_privileges()
     if (program := job["filter"]) is not None:
         linux.install_filter(bytes.fromhex(program))
     _exec_command(job, stdin, output)
@@ -575,7 +575,7 @@ def enter_user_and_pid_namespaces() -> None:
     os._exit(min(abs(os.waitstatus_to_exitcode(status)), 255))
 
 
-def overlay_options(lower: Sequence[str | int], layer: str | None = None, *, unprivileged: bool) -> str:
+def build_overlay_options(lower: Sequence[str | int], layer: str | None = None, *, unprivileged: bool) -> str:
     """Of an overlay over these folders. Without a layer, a folder that holds `upper` and `work`, it is read-only.
     `userxattr`: in a user namespace an overlay may mark files only with attributes that their owner may set."""
     options = [f"lowerdir={':'.join(map(str, lower))}"]
@@ -601,7 +601,7 @@ def probe() -> None:
         for path in (*folders, f"{lower}/below"):
             os.mkdir(path)
         step = "overlay"
-        options = overlay_options([lower], folder, unprivileged=unprivileged)
+        options = build_overlay_options([lower], folder, unprivileged=unprivileged)
         linux.mount("overlay", root, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
         step = "layer"  # network file systems mount, and then fail at what marks a removed file
         os.rmdir(f"{root}/below")

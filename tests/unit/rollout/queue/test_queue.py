@@ -119,11 +119,11 @@ async def test_an_end_that_is_told_twice_counts_once(queue: Queue) -> None:
     assert (outcome.status, change_of(outcome).new_state) == ("taken", "done")
     (outcome,) = await finished(queue, ended(one))
     assert outcome == FinishResult("taken")
-    task = await queue.task("default", "a")
+    task = await queue.get_task("default", "a")
     assert task is not None
     assert (task.ended, task.usable, task.state, task.cursor) == (1, 1, "running", None)
     (outcome,) = await finished(queue, ended(two, "harness_failed"))
-    task = await queue.task("default", "a")
+    task = await queue.get_task("default", "a")
     assert task is not None
     assert (task.ended, task.usable, task.state) == (2, 1, "completed")
     assert change_of(outcome).ended_task is not None
@@ -140,7 +140,7 @@ async def test_only_the_last_lease_can_end_some_work(queue: Queue) -> None:
     (outcome,) = await finished(queue, ended(fresh))
     assert outcome.status == "taken"
     assert await finished(queue, ended(old)) == [FinishResult("lost")]
-    ((row),) = await queue.work_after("default", 0, 10)
+    ((row),) = await queue.list_work_after("default", 0, 10)
     assert row.session_id == ended(fresh).session_id
 
 
@@ -152,12 +152,12 @@ async def test_the_platforms_failures_are_tried_again_so_many_times(queue: Queue
         assert change_of(outcome).new_state == "waiting"
         assert await leased(queue) == []
         assert await finished(queue, ended(lease, "sandbox_failed")) == [FinishResult("taken")]  # its answer was lost
-        assert await queue.waiting_work() == [lease.work_id]
+        assert await queue.list_waiting_work() == [lease.work_id]
         assert await queue.requeue([lease.work_id]) == [Lane("default", "local")]
     (lease,) = await leased(queue)
     (outcome,) = await finished(queue, ended(lease, "sandbox_failed"))
     assert change_of(outcome).new_state == "done"
-    task = await queue.task("default", "a")
+    task = await queue.get_task("default", "a")
     assert task is not None
     assert (task.state, task.usable) == ("failed", 0)
 
@@ -289,7 +289,7 @@ async def test_enough_graded_sessions_end_a_task(queue: Queue) -> None:
     assert [other.outcome.reason for other in change.cancelled_work] == ["early_stop"] * 3
     (outcome,) = await finished(queue, ended(three))  # it ran, and counts
     assert change_of(outcome).ended_task is not None
-    task = await queue.task("default", "a")
+    task = await queue.get_task("default", "a")
     assert task is not None
     assert (task.ended, task.usable, task.cancelled) == (6, 3, "early_stop")
 
@@ -299,7 +299,7 @@ async def test_two_that_end_together_stop_a_task_once(queue: Queue) -> None:
     one, two = await leased(queue, 2)
     outcomes = await finished(queue, ended(one), ended(two))
     assert sum(len(change_of(outcome).cancelled_work) for outcome in outcomes) == 3
-    task = await queue.task("default", "a")
+    task = await queue.get_task("default", "a")
     assert task is not None
     assert (task.ended, task.samples, task.state) == (5, 5, "completed")
 
@@ -325,13 +325,13 @@ async def test_cursors_only_grow_and_each_result_is_found_once(queue: Queue) -> 
     for lease in reversed(leases):
         await finished(queue, ended(lease))
     seen, after = [], 0
-    while page := await queue.work_after("default", after, 3):
+    while page := await queue.list_work_after("default", after, 3):
         seen += page
         cursors = [row.cursor for row in page]
         assert cursors == sorted(cursors, key=lambda cursor: cursor or 0)
         after = page[-1].cursor or 0
     assert sorted((row.task_id, row.sample) for row in seen) == sorted((one.task_id, one.sample) for one in leases)
-    tasks = await queue.tasks_after("default", 0, 100)
+    tasks = await queue.list_tasks_after("default", 0, 100)
     assert [task.task_id for task in tasks] == [f"t{number}" for number in reversed(range(5))]
     by_task = {task.task_id: task.cursor for task in tasks}
     assert all((row.cursor or 0) < (by_task[row.task_id] or 0) for row in seen)  # a group comes after all of its own
@@ -341,22 +341,23 @@ async def test_what_is_counted(queue: Queue) -> None:
     await queue.submit([new("a", 5), new("b", lane="docker")])
     one, two = await leased(queue, 2)
     await finished(queue, ended(one, "engine_failed"), ended(two))
-    counts = await queue.counts()
+    counts = await queue.load_counts()
     local, docker = counts[Lane("default", "local")], counts[Lane("default", "docker")]
     assert (local.queued, local.leased, local.waiting, docker.queued) == (3, 0, 1, 1)
-    totals = (await queue.totals())["default"]
+    totals = (await queue.load_totals())["default"]
     assert (totals.tasks, totals.ended, totals.usable) == (2, 1, 1)
-    assert await queue.usable_after("default", 0, "session") == 1
-    assert await queue.usable_after("default", await queue.last_cursor(), "session") == 0
-    assert await queue.usable_after("default", await queue.last_cursor(), "group") == 1  # its task has not ended
+    assert await queue.count_usable_after("default", 0, "session") == 1
+    last_cursor = await queue.read_last_cursor()
+    assert await queue.count_usable_after("default", last_cursor, "session") == 0
+    assert await queue.count_usable_after("default", last_cursor, "group") == 1  # its task has not ended
 
 
 async def test_callbacks_wait_until_somebody_says_otherwise(queue: Queue) -> None:
     await queue.submit([new("a", callback=True), new("b"), new("c", callback=True)])
     await finished(queue, *(ended(lease) for lease in await leased(queue)))
-    assert [task.task_id for task in await queue.tasks_awaiting_callback(0, 10)] == ["a", "c"]
+    assert [task.task_id for task in await queue.list_tasks_awaiting_callback(0, 10)] == ["a", "c"]
     await queue.set_callback_state("default", "a", "acknowledged")
-    assert [task.task_id for task in await queue.tasks_awaiting_callback(0, 10)] == ["c"]
+    assert [task.task_id for task in await queue.list_tasks_awaiting_callback(0, 10)] == ["c"]
 
 
 async def test_a_server_that_another_one_has_replaced_writes_nothing(queue: Queue, store: RelationalStore) -> None:
@@ -370,8 +371,8 @@ async def test_a_server_that_another_one_has_replaced_writes_nothing(queue: Queu
     ):
         with pytest.raises(Superseded):
             await write
-    assert await newer.task("default", "b") is None
-    assert [tracked.lease_id for tracked in await newer.leases()] == [lease.lease_id]
+    assert await newer.get_task("default", "b") is None
+    assert [tracked.lease_id for tracked in await newer.list_leases()] == [lease.lease_id]
 
 
 async def test_what_is_kept_of_runs_consumers_and_the_store(queue: Queue, store: RelationalStore) -> None:
@@ -380,8 +381,8 @@ async def test_what_is_kept_of_runs_consumers_and_the_store(queue: Queue, store:
     await queue.save_consumer("r", "trainer", ConsumerPosition(3, "session"))
     await queue.save_consumer("r", "trainer", ConsumerPosition(5, "group"))
     again = Queue(await QueueDatabase.open(store))
-    assert await again.runs() == {"r": '{"a":1}'}
-    assert await again.consumers() == {("r", "trainer"): ConsumerPosition(5, "group")}
+    assert await again.load_runs() == {"r": '{"a":1}'}
+    assert await again.load_consumers() == {("r", "trainer"): ConsumerPosition(5, "group")}
     assert len({await store.ensure_store_id() for _ in range(3)}) == 1
 
 
@@ -393,13 +394,13 @@ async def test_sessions_of_a_task_that_was_run_again_are_forgotten_too(queue: Qu
         await store.create_session(session(name))
         await store.append(exchange(name, 0, [b"1"]))
         await finished(queue, ended(lease, session_id=name))
-        ends.append(await queue.last_cursor())
+        ends.append(await queue.read_last_cursor())
         (admitted,) = await queue.submit([msgspec.structs.replace(new("a"), rerun=True)])
         assert admitted.replaced is not None
     assert await queue.delete_ended_tasks(ends[0], 10) == 1
     assert await store.find_session("first") is None
     assert await store.find_session("second") is not None
-    assert await queue.task("default", "a") is not None
+    assert await queue.get_task("default", "a") is not None
     assert await queue.delete_ended_tasks(ends[0], 10) == 0
     assert await queue.delete_ended_tasks(ends[1], 10) == 1
     assert await store.find_session("second") is None
@@ -413,20 +414,20 @@ async def test_what_ended_long_ago_is_forgotten_and_cursors_go_on(queue: Queue, 
         await store.append(exchange(name, 1, [b"1", b"2"]))
         await store.end_session(name, ended_at=1.0, verdict=Verdict(1.0))
         await finished(queue, ended(lease, session_id=name))
-    last = await queue.last_cursor()
+    last = await queue.read_last_cursor()
     keeping = asyncio.create_task(Retention(queue, hours=0.2 / 3600).run())
 
     async def is_forgotten() -> bool:
-        return await queue.task("default", "old") is None
+        return await queue.get_task("default", "old") is None
 
     await wait_until(is_forgotten)
     keeping.cancel()
     assert await store.find_session("session-1") is None
     assert await store.find_session("session-2") is not None  # nobody was told of it yet
-    assert await queue.task("default", "untold") is not None
-    assert await queue.task("default", "runs") is not None
-    assert [row.task_id for row in await queue.work_after("default", 0, 10)] == ["untold", "runs"]
+    assert await queue.get_task("default", "untold") is not None
+    assert await queue.get_task("default", "runs") is not None
+    assert [row.task_id for row in await queue.list_work_after("default", 0, 10)] == ["untold", "runs"]
     await queue.submit([new("old")])  # as if it had never been
-    (lease,) = await leased(queue, holding=[tracked.lease_id for tracked in await queue.leases()])
+    (lease,) = await leased(queue, holding=[tracked.lease_id for tracked in await queue.list_leases()])
     await finished(queue, ended(lease))
-    assert [row.cursor for row in await queue.work_after("default", last, 10)] != []
+    assert [row.cursor for row in await queue.list_work_after("default", last, 10)] != []

@@ -4,18 +4,18 @@ import math
 
 import pytest
 
-from polar.rollout.queue.selection import ISOLATION_KILLS, SuspectRecord, poisson_tail
+from polar.rollout.queue.selection import ISOLATION_KILLS, SuspectRecord, compute_poisson_tail
 
 
 @pytest.mark.parametrize(("events", "expected"), [(1, 0.01), (3, 0.5), (4, 4.0), (9, 0.8), (20, 5.0)])
 def test_the_chance_of_so_many_deaths(events: int, expected: float) -> None:
     exact = math.fsum(math.exp(-expected) * expected**n / math.factorial(n) for n in range(events, events + 120))
-    assert poisson_tail(events, expected) == pytest.approx(exact, rel=1e-9)
+    assert compute_poisson_tail(events, expected) == pytest.approx(exact, rel=1e-9)
 
 
 def test_no_events_are_certain_and_none_are_expected_of_nothing() -> None:
-    assert poisson_tail(0, 3.0) == 1.0
-    assert poisson_tail(2, 0.0) == 0.0
+    assert compute_poisson_tail(0, 3.0) == 1.0
+    assert compute_poisson_tail(2, 0.0) == 0.0
 
 
 def test_work_under_which_nodes_die_while_others_live_is_guilty() -> None:
