@@ -12,7 +12,7 @@ Every call stands in exactly one talk, whatever order the calls are given in.
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -145,13 +145,12 @@ def message_text(message: Message) -> str:
     ).strip()
 
 
-def link_turns(calls: Sequence[ModelCall], agent_hint_of: Callable[[ModelCall], str | None]) -> list[Turn]:
-    """Every call's place, in order of `seq`. Calls that the harness says are of different agents never meet, even where
-    one began with the whole history of the other."""
+def link_turns(calls: Iterable[tuple[ModelCall, str | None]]) -> list[Turn]:
+    """Every call's place, in order of `seq`. Each comes with the agent that the harness names, if any. Calls of
+    different agents never meet, even where one began with the whole history of the other."""
     linkers: dict[str | None, _TurnLinker] = {}
     turns = []
-    for call in sorted(calls, key=lambda call: call.seq):
-        hint = agent_hint_of(call)
+    for call, hint in sorted(calls, key=lambda hinted: hinted[0].seq):
         turns.append(linkers.setdefault(hint, _TurnLinker(hint)).add(call))
     return turns
 

@@ -85,7 +85,7 @@ class _RoleAssigner:
     def __init__(self, calls: Sequence[ModelCall], known: CallPatterns) -> None:
         self._knowledge = known
         self._system_matches: dict[tuple[str, str], bool] = {}  # which words stand in which system prompt
-        self._turns = link_turns(calls, self._agent_hint)
+        self._turns = link_turns([(call, self._agent_hint(call)) for call in calls])
         self._marked_roles = {
             turn.call.exchange_id: mark.role for turn in self._turns if (mark := self._find_mark(turn))
         }
