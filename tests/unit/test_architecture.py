@@ -125,7 +125,7 @@ def exists(name: str, folder: Path = POLAR) -> bool:
             if module is not None and is_defined(Place(parse(module), module), parts[length:]):
                 return True
     if len(parts) == 1:
-        return name in identifiers()
+        return parts[0] in identifiers()
     places = classes_and_functions().get(parts[0], ())
     return any(isinstance(place.scope, ast.ClassDef) and is_defined(place, parts[1:]) for place in places)
 
