@@ -14,6 +14,7 @@ from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, Literal, NamedTuple, cast, get_args
 
+from polar.distribution import DISTRIBUTION
 from polar.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,6 @@ PluginKind = Literal[
 ]
 PLUGIN_KINDS: tuple[PluginKind, ...] = get_args(PluginKind)
 
-_OWN_DISTRIBUTIONS = ("polar", "polar-rl")
 _GROUP_PREFIX = "polar."
 _PROTOCOLS: dict[PluginKind, str] = {
     "dialects": "polar.dialects.base:Dialect",
@@ -138,10 +138,10 @@ def _take_inventory() -> _Inventory:
         if plugins:
             found.setdefault(plugins[0].distribution, plugins)
     inventory = _Inventory({kind: {} for kind in PLUGIN_KINDS}, problems)
-    for distribution_name in sorted(found, key=lambda name: (name not in _OWN_DISTRIBUTIONS, name)):
+    for distribution_name in sorted(found, key=lambda name: (name != DISTRIBUTION, name)):
         for plugin in found[distribution_name]:
             used = inventory.plugins[plugin.kind].setdefault(plugin.name, plugin)
-            if used is not plugin:
+            if used.entry_point.value != plugin.entry_point.value:  # else an older name of the same distribution
                 reason = f"{used.source} has a plug-in of that name, which is used instead."
                 problems.append(str(plugin.make_error(reason)))
     for problem in problems:

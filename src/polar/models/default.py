@@ -17,6 +17,7 @@ from typing import Protocol
 import rich.progress
 from rich.console import Console
 
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 from polar.folders import user_cache_folder
 
@@ -129,7 +130,9 @@ def convert(source: Path, folder: Path, progress: ModelProgress) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ConfigError(f"{DEFAULT_MODEL_NAME} can't be converted ({last}). Is all of polar[train] installed?")
+        raise ConfigError(
+            f"{DEFAULT_MODEL_NAME} can't be converted ({last}). If a package is missing: {install_hint('train')}."
+        )
 
 
 class _ProgressBar:

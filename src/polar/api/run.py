@@ -1,4 +1,4 @@
-"""What Python programs call.
+"""polar.run: tasks run to their end in this process, without a server.
 
 import polar
 
@@ -10,16 +10,13 @@ import asyncio
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvloop
-from pydantic import ValidationError
 
-from polar import config, validation_errors
+from polar import config
 from polar.client.submission import TaskLike, load_tasks
-from polar.config import EngineSettings, Settings
-from polar.errors import ConfigError
+from polar.config import Settings
 from polar.node.local import LocalRollout
 from polar.records.result import SessionResult
 from polar.records.task import TaskRequest
@@ -56,7 +53,7 @@ def run(
     _check_no_running_loop()
     overrides = Overrides(harness, samples, model, timeout, image, backend)
     wanted = [overrides.apply(task) for task in load_tasks(tasks, backend=backend)]
-    return uvloop.run(_run(wanted, _with_private_gateway(settings or config.load(), engine), Path(data)))
+    return uvloop.run(_run(wanted, config.with_private_gateway(settings or config.load(), engine), Path(data)))
 
 
 def _check_no_running_loop() -> None:
@@ -77,15 +74,3 @@ async def _run(tasks: list[TaskRequest], settings: Settings, data: Path) -> list
         ended.sort(key=lambda finished: (order[finished.task_id], finished.sample))
         results = [await rollout.build_result(plans[finished.task_id], finished) for finished in ended]
     return [SessionResult.model_validate_json(msgspec.json.encode(result)) for result in results]
-
-
-def _with_private_gateway(settings: Settings, engine: str | None) -> Settings:
-    """With a gateway of its own, and the engine."""
-    update: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=config.PRIVATE_GATEWAY)}
-    if engine is not None:
-        fields = settings.engine.model_dump() | config.engine_settings_at(engine, settings.engine)
-        try:
-            update["engine"] = EngineSettings.model_validate(fields)
-        except ValidationError as error:
-            raise ConfigError(f"{validation_errors.format_validation_errors(error, 'engine.')}.") from error
-    return settings.model_copy(update=update)
