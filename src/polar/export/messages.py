@@ -84,7 +84,7 @@ def index_conversation_calls(item: SessionItem) -> dict[str, ConversationCall]:
 def collect_branches(item: SessionItem) -> list[ConversationBranch]:
     """Each call that was answered whole, in one conversation, in order; of the roles that go out."""
     said = index_conversation_calls(item)
-    turns = link_turns([one.call for one in said.values()], lambda call: said[call.exchange_id].agent_id)
+    turns = link_turns((one.call, one.agent_id) for one in said.values())
     made: list[ConversationBranch] = []
     placed: dict[str, ConversationBranch] = {}
     for turn in turns:

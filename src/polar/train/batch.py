@@ -53,9 +53,7 @@ def select_training_sessions(group: RolloutGroup, settings: GrpoSettings) -> Tra
     if settings.filter and not any(row.any() for row in found):
         return "no_signal"
     parts = [
-        part
-        for whole in group.trees
-        if (part := prune_tree(whole, lambda columns: np.isin(columns.session, places))) is not None
+        part for whole in group.trees if (part := prune_tree(whole, np.isin(whole.columns.session, places))) is not None
     ]
     if not parts:
         return "too_few"

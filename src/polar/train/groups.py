@@ -285,9 +285,8 @@ def _make_empty_columns() -> TokenColumns:
 # What is left of it
 
 
-def prune_tree(part: AnnotatedTree, select: Callable[[TokenColumns], NDArray[np.bool_]]) -> AnnotatedTree | None:
-    """What is needed for some of its entries: other branches are cut off, and a branch behind its last one."""
-    wanted = select(part.columns)
+def prune_tree(part: AnnotatedTree, wanted: NDArray[np.bool_]) -> AnnotatedTree | None:
+    """What is needed for the wanted entries: other branches are cut off, and a branch behind its last one."""
     if not wanted.any():
         return None
     tree, tokens = part.tree, part.tree.tokens[wanted]

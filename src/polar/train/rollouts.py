@@ -165,9 +165,10 @@ class RolloutScheduler:
             taking.cancel()
 
     def settle(self, taken: Iterable[RolloutGroup]) -> None:
-        taken = list(taken)
-        self.settled.add(group.index for group in taken)
-        for group in taken:
+        """Groups that are settled already may be among them."""
+        new = [group for group in taken if group.index not in self.settled]
+        self.settled.add(group.index for group in new)
+        for group in new:
             del self._indices[group.task_id]
 
     async def _read(self) -> None:

@@ -162,7 +162,7 @@ class Trainer:
             progress.version += 1
         progress.steps_of[progress.version] = progress.step
         progress.cursor = collected.groups[-1].cursor
-        self._rollouts.settle(group for group in collected.groups if group.index not in self._rollouts.settled)
+        self._rollouts.settle(collected.groups)
         self._entries.append(
             JournalEntry(progress.step, [name for group in collected.trained for name in group.sessions])
         )

@@ -12,7 +12,7 @@ call is in exactly one conversation, whatever the order of the calls.
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -146,13 +146,12 @@ def extract_text(message: Message) -> str:
     ).strip()
 
 
-def link_turns(calls: Sequence[ModelCall], agent_hint_of: Callable[[ModelCall], str | None]) -> list[Turn]:
-    """Links calls, and returns their turns in order of `seq`. Calls with different agent hints are never linked, even
-    if one begins with the whole history of the other."""
+def link_turns(calls: Iterable[tuple[ModelCall, str | None]]) -> list[Turn]:
+    """Links calls, and returns their turns in order of `seq`. Each call comes with the agent that the harness names, if
+    any. Calls of different agents are never linked, even if one begins with the whole history of the other."""
     linkers: dict[str | None, _TurnLinker] = {}
     turns = []
-    for call in sorted(calls, key=lambda call: call.seq):
-        hint = agent_hint_of(call)
+    for call, hint in sorted(calls, key=lambda hinted: hinted[0].seq):
         turns.append(linkers.setdefault(hint, _TurnLinker(hint)).add(call))
     return turns
 

@@ -86,7 +86,7 @@ class _RoleAssigner:
     def __init__(self, calls: Sequence[ModelCall], patterns: CallPatterns) -> None:
         self._patterns = patterns
         self._system_matches: dict[tuple[str, str], bool] = {}  # whether words stand in a system prompt
-        self._turns = link_turns(calls, self._find_agent_hint)
+        self._turns = link_turns([(call, self._find_agent_hint(call)) for call in calls])
         self._marked_roles = {
             turn.call.exchange_id: mark.role for turn in self._turns if (mark := self._find_mark(turn))
         }

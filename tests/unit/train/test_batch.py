@@ -143,7 +143,7 @@ def test_what_is_cut_off_is_not_needed(sessions: list[SessionPaths], data: st.Da
         kept = np.array(
             data.draw(st.lists(st.booleans(), min_size=len(part.tree.tokens), max_size=len(part.tree.tokens)))
         )
-        cut = prune_tree(part, lambda _, kept=kept: kept)  # type: ignore[misc]
+        cut = prune_tree(part, kept)
         if cut is None:
             assert not kept.any()
             continue

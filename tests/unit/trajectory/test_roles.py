@@ -414,7 +414,7 @@ def test_of_two_samples_the_one_delivered_whole_goes_on(session: Session) -> Non
     history = session.ask(start, "First file.", acts=True, echo=False)
     session.ask(start, "First", whole=False)
     session.ask(history, "Done.")
-    whole, cut, last = link_turns(session.calls, lambda call: None)
+    whole, cut, last = link_turns((call, None) for call in session.calls)
     assert last.previous is whole
     assert cut.conversation is whole.conversation
 
