@@ -28,12 +28,12 @@ class _OnScriptedServer(EngineContract):
 
 class TestScripted(_OnScriptedServer):
     plugin = load("engines", "scripted")
-    same_again = True
+    is_deterministic = True
 
 
 class TestVllm(_OnScriptedServer):
     plugin = load("engines", "vllm")
-    same_again = True
+    is_deterministic = True
 
 
 class TestOpenAI(_OnScriptedServer):
@@ -45,7 +45,7 @@ class TestEmbedded(EngineContract):
     """A model of two layers with random weights."""
 
     plugin = load("engines", "embedded")
-    same_again = True
+    is_deterministic = True
     model: ClassVar[Path]
 
     @pytest.fixture(scope="class", autouse=True)
@@ -64,7 +64,7 @@ class TestSglang(EngineContract):
     """Against a server that answers as SGLang's documentation says: its own route for ids, OpenAI's chat API."""
 
     plugin = load("engines", "sglang")
-    same_again = True
+    is_deterministic = True
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:

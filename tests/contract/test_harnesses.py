@@ -18,7 +18,7 @@ print(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode
 class TestShell(HarnessContract):
     plugin = load("harnesses", "shell")
     settings = {"command": f"{shlex.quote(sys.executable)} -c {shlex.quote(ASK_ONCE)}; : {{{{INSTRUCTION}}}}"}
-    is_quoted = True
+    is_shell_command = True
     runs_here = True
 
 

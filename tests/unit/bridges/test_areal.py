@@ -9,8 +9,8 @@ from polar.bridges import areal, rollouts
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
-from polar.testing.conversations import item
-from polar.testing.token_paths import path, session
+from polar.testing.conversations import make_session_item
+from polar.testing.token_paths import make_path, make_session_paths
 from tests.unit.bridges.pretending import pretend
 
 
@@ -156,7 +156,7 @@ def episodes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             made.append(self)
 
         async def run_group(self, task: str, key: str, **_: Any) -> SessionGroup:
-            ran = item(session(path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
+            ran = make_session_item(make_session_paths(make_path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
             return SessionGroup(task, key, 1, [ran], [])
 
     monkeypatch.setattr(rollouts, "RolloutClient", Asked)

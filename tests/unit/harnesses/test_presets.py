@@ -13,7 +13,7 @@ from polar.harnesses import build_environment, filter_environment, find_by_comma
 from polar.harnesses.base import HarnessSetup, SetupRequest, toml_string, write_setup
 from polar.plugins import names
 from polar.records.task import McpServer
-from polar.testing.harnesses import HOME, INSTRUCTION, KEY, REMOTE_SERVER, STDIO_SERVER, URL, parse_files
+from polar.testing.harnesses import HOME, INSTRUCTION, KEY, REMOTE_SERVER, STDIO_SERVER, URL, parse_config_files
 
 NEEDED: dict[str, dict[str, Any]] = {
     "shell": {"command": "agent {{INSTRUCTION}}"}
@@ -130,10 +130,10 @@ def test_who_takes_mcp_servers() -> None:
     ids=lambda value: value if isinstance(value, str) and "/" not in value else "",
 )
 def test_mcp_servers(name: str, path: str, table: str, stdio: dict[str, Any], remote: dict[str, Any]) -> None:
-    written = parse_files(set_up(name, STDIO_SERVER, REMOTE_SERVER))[path][table]
+    written = parse_config_files(set_up(name, STDIO_SERVER, REMOTE_SERVER))[path][table]
     assert written["my tools"].items() >= stdio.items()
     assert written["remote"].items() >= remote.items()
-    assert not {"my tools", "remote"} & parse_files(set_up(name))[path].get(table, {}).keys()
+    assert not {"my tools", "remote"} & parse_config_files(set_up(name))[path].get(table, {}).keys()
 
 
 @pytest.mark.parametrize("name", ["codex", "goose"])

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.records.trajectory import SessionPaths
-from polar.testing.token_paths import groups as sampled_groups
-from polar.testing.token_paths import path, session
+from polar.testing.token_paths import make_path, make_session_paths
+from polar.testing.token_paths import session_groups as sampled_groups
 from polar.train.batch import Batch, TrainingGroup, mark_stale_sessions, select_training_sessions
 from polar.train.groups import TokenColumns, prune_tree
 from polar.train.learner import UpdateLoss
@@ -70,10 +70,10 @@ def test_splitting_a_session_changes_nothing(sessions: list[SessionPaths], scale
 
 def pair(**changes: Any) -> list[SessionPaths]:
     """Two sessions that share a prompt; the second has two turns."""
-    first = session(path(0, [1, 2], [3, 4], session_id="a", scale=1.0), reward=1.0)
+    first = make_session_paths(make_path(0, [1, 2], [3, 4], session_id="a", scale=1.0), reward=1.0)
     calls = [
-        path(0, [1, 2], [3, 5], session_id="b", scale=1.0),
-        path(1, [1, 2, 3, 5, 6], [7], session_id="b", scale=1.0),
+        make_path(0, [1, 2], [3, 5], session_id="b", scale=1.0),
+        make_path(1, [1, 2, 3, 5, 6], [7], session_id="b", scale=1.0),
     ]
     return [first, SessionPaths("b", calls, **({"reward": 0.0} | changes))]
 
@@ -91,7 +91,9 @@ def test_weights_are_of_sessions(builder: str) -> None:
 
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_sessions_without_a_reward_are_not_trained(builder: str) -> None:
-    third = session(path(0, [1, 2], [9], session_id="c", scale=1.0), reward=None, reason="engine_failed")
+    third = make_session_paths(
+        make_path(0, [1, 2], [9], session_id="c", scale=1.0), reward=None, reason="engine_failed"
+    )
     found = select_training_sessions(group([*pair(), third], builder), GRPO)
     assert isinstance(found, TrainingGroup)
     assert found.sessions == ["a", "b"]

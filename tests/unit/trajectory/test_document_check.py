@@ -11,9 +11,9 @@ from polar.bridges.rollouts import RolloutClient
 from polar.records.result import SessionResult
 from polar.records.task import TaskRequest
 from polar.records.trajectory import SessionPaths
-from polar.testing.conversations import Talk, said
-from polar.testing.token_paths import groups as sampled_groups
-from polar.testing.token_paths import path, sampled_sessions, session
+from polar.testing.conversations import ConversationBuilder, make_text_parts
+from polar.testing.token_paths import make_path, make_session_paths, sampled_sessions
+from polar.testing.token_paths import session_groups as sampled_groups
 from polar.train import groups
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
@@ -38,10 +38,10 @@ Document = dict[str, Any]
 
 def one(name: str, reward: float) -> SessionPaths:
     """Three turns, the last of which goes on from nothing; one token was never delivered."""
-    return session(
-        path(0, [1, 2], [3, 4], session_id=name, scale=1.0),
-        path(1, [1, 2, 3, 4, 5], [6, 7, 8], trainable=2, session_id=name, scale=1.0),
-        path(2, [9], [len(name), 8], session_id=name, scale=1.0),
+    return make_session_paths(
+        make_path(0, [1, 2], [3, 4], session_id=name, scale=1.0),
+        make_path(1, [1, 2, 3, 4, 5], [6, 7, 8], trainable=2, session_id=name, scale=1.0),
+        make_path(2, [9], [len(name), 8], session_id=name, scale=1.0),
         reward=reward,
     )
 
@@ -145,7 +145,7 @@ def test_a_share_of_nothing_leaves_nothing_out() -> None:
 
 
 def test_a_wrong_token_is_named_with_its_own_value() -> None:
-    made = prefix_merging(session(path(0, [1, -2], [3, -7])))
+    made = prefix_merging(make_session_paths(make_path(0, [1, -2], [3, -7])))
     (problem,) = [problem for problem in check_received(made) if problem.kind == "ids"]
     assert problem.message == "trace 0: token 1 is -2, which no token is"
 
@@ -258,9 +258,9 @@ def leave_out_weight(result: Document) -> None:
 def test_bridges_leave_out_a_session_with_a_mistake(mistake: Callable[[Document], None], reason: str) -> None:
     results = []
     for name in ("a", "b"):
-        talk = Talk(name)
-        talk.call([{"role": "user", "content": "List the files."}], said("None."))
-        results.append(told(talk.item(task_id="t")).model_dump())
+        talk = ConversationBuilder(name)
+        talk.add_call([{"role": "user", "content": "List the files."}], make_text_parts("None."))
+        results.append(told(talk.build_item(task_id="t")).model_dump())
     mistake(results[0])
     rollouts = RolloutClient.__new__(RolloutClient)
     rollouts._checker = SessionChecker()
