@@ -58,7 +58,7 @@ from benchmarks.tree.report import (
 from benchmarks.tree.trl import TrlPacking, get_version
 from polar.errors import ConfigError, PolarError
 from polar.train.memory import enable_expandable_segments
-from polar.train.packing import Floats, Indices, pack_forest
+from polar.train.packing import Floats, Indices, pack_trees
 
 SHORT = 10.0
 """Seconds: what a step takes once, for memory that it never had before, counts in a shorter one."""
@@ -122,7 +122,7 @@ def _count_builder(
     group: str, builder: str, batch: BuilderBatch, unique: int, sizes: ModelSizes
 ) -> tuple[BuilderCost, list[float]]:
     """And the FLOPs of each sequence."""
-    packed = [pack_forest([tree]) for tree in batch.trees]
+    packed = [pack_trees([tree]) for tree in batch.trees]
     each = [count_flops(sizes, one) for one in packed]
     counted = BuilderCost(
         group=group,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from polar.train.packing import Forest
+from polar.train.packing import PackedTrees
 
 
 class ModelSizes(Struct, frozen=True):
@@ -62,9 +62,9 @@ class Flops(Struct, frozen=True):
         return self.matrices + self.output + self.attention
 
 
-def count_flops(sizes: ModelSizes, forest: Forest) -> Flops:
-    pairs = int(forest.depths.sum(dtype=np.int64)) + len(forest)
-    return flops_from_counts(sizes, len(forest), len(np.unique(forest.terms.positions)), pairs)
+def count_flops(sizes: ModelSizes, packed: PackedTrees) -> Flops:
+    pairs = int(packed.depths.sum(dtype=np.int64)) + len(packed)
+    return flops_from_counts(sizes, len(packed), len(np.unique(packed.terms.positions)), pairs)
 
 
 def flops_from_counts(sizes: ModelSizes, tokens: int, asked: int, pairs: int) -> Flops:

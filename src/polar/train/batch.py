@@ -1,6 +1,6 @@
 """What a step trains on: the sessions of some groups, with an advantage for each of their tokens.
 
-Group -> Trained (what is left of it, with advantages), or why nothing is -> Batch: one forest, and its columns
+Group -> Trained (what is left of it, with advantages), or why nothing is -> Batch: the packed trees, and their columns
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from polar.train import grpo
 from polar.train.groups import RolloutGroup, TokenColumns, prune_tree
-from polar.train.packing import Forest, TokenTree, pack_forest
+from polar.train.packing import PackedTrees, TokenTree, pack_trees
 from polar.train.settings import GrpoSettings
 
 DropReason = Literal["no_signal", "too_few"]
@@ -76,7 +76,7 @@ class Batch(Struct):
     """Columns have an entry for each trained token of the groups, in their order."""
 
     groups: list[TrainingGroup]
-    forest: Forest
+    packed: PackedTrees
     columns: TokenColumns
     advantage: NDArray[np.float32]
     weight: NDArray[np.float32]  # of a token in the loss; all of them are 1 together
@@ -92,7 +92,7 @@ class Batch(Struct):
             weight = np.full(len(columns.weight), 1 / len(columns.weight))
         return cls(
             groups=list(groups),
-            forest=pack_forest([tree for group in groups for tree in group.trees]),
+            packed=pack_trees([tree for group in groups for tree in group.trees]),
             columns=columns,
             advantage=np.concatenate([group.advantage for group in groups]).astype(np.float32),
             weight=weight.astype(np.float32),

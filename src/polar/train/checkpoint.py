@@ -77,7 +77,7 @@ class CheckpointStore:
             )
         return found.id
 
-    def latest(self) -> Path | None:
+    def find_latest(self) -> Path | None:
         return max(self._folder.glob("step-*"), default=None)
 
     def load(self, learner: "Learner") -> Progress:
@@ -85,7 +85,7 @@ class CheckpointStore:
         import torch
         from safetensors.torch import load_file
 
-        folder = self.latest()
+        folder = self.find_latest()
         if folder is None:
             return Progress()
         weights = load_file(folder / _WEIGHTS_FILE)
@@ -103,7 +103,7 @@ class CheckpointStore:
                 journal.write(msgspec.json.encode(entry) + b"\n")
         fsync_path(self._output / "journal.jsonl")
         with create_folder_atomically(self._folder / f"step-{progress.step:06}") as folder:
-            weights = {name: tensor.cpu().contiguous() for name, tensor in learner.weights().items()}
+            weights = {name: tensor.cpu().contiguous() for name, tensor in learner.get_trained_weights().items()}
             save_file(weights, folder / _WEIGHTS_FILE)
             torch.save(learner.state_dict(), folder / _LEARNER_FILE)
             (folder / _PROGRESS_FILE).write_bytes(msgspec.json.encode(progress))

@@ -29,7 +29,7 @@ def compile_dynamic(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def compiler_settings() -> Iterator[None]:
+def use_compiler_settings() -> Iterator[None]:
     """What the compiler is to know wherever something fused runs: PyTorch keeps such settings by context, and a trainer
     is made in another one than it computes in."""
     more = max(torch._dynamo.config.recompile_limit, _MAX_COMPILED_VARIANTS)

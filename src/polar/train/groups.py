@@ -85,7 +85,9 @@ class RolloutGroup(Struct):
         ]
 
 
-def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
+def build_group_from_tree(
+    data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL
+) -> RolloutGroup:
     """`data` is the group as the feed gave it, and `tree` its `prefix_tree`. Sessions that aren't in the tree, since
     they ended before they began, say, are still members. Those that fail the check are members with that reason."""
     document = GroupResult.model_validate_json(data)
@@ -122,7 +124,7 @@ def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: Sess
     return _build_group(group, [_FlatTree(received.ids, received.starts, received.parents, stretches)])
 
 
-def group_from_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
+def build_group_from_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
     """Of a group as the feed gave it: each trace is a tree of one path."""
     document = GroupResult.model_validate_json(data)
     group = RolloutGroup(index, document.task_id, document.cursor, [], [])

@@ -55,7 +55,7 @@ def compute_importance_weights(old_logprobs: Tensor, behavior_logprobs: Tensor, 
     return torch.exp(old_logprobs - behavior_logprobs).clamp(max=cap)
 
 
-def policy_loss(
+def compute_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     importance_weights: Tensor,

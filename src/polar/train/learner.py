@@ -15,23 +15,23 @@ from polar.torch_runtime import is_out_of_memory
 from polar.train import grpo
 from polar.train.batch import Batch, TrainingGroup
 from polar.train.groups import TokenColumns
-from polar.train.memory import OutOfMemory, OutOfMemoryRetrier, enable_expandable_segments
+from polar.train.memory import OutOfMemoryError, OutOfMemoryRetrier, enable_expandable_segments
 from polar.train.model import get_trainable_parameters, load_frozen_copy, load_model
-from polar.train.packing import Forest, make_path_tree, pack_forest
-from polar.train.passes import LossFunction, SequentialModel, TreeModel
+from polar.train.packing import PackedTrees, make_path_tree, pack_trees
 from polar.train.settings import GrpoSettings, TrainSettings
+from polar.train.tree_model import LossFunction, SequentialModel, TreeModel
 
 T = TypeVar("T")
 
 
-class ForestModel(Protocol):
-    """`passes.TreeModel`, or what stands in for it."""
+class PackedModel(Protocol):
+    """`tree_model.TreeModel`, or what stands in for it."""
 
-    def logprobs(self, forest: Forest) -> Tensor: ...
+    def compute_logprobs(self, packed: PackedTrees) -> Tensor: ...
 
-    def backward(self, forest: Forest, loss: LossFunction) -> Tensor: ...
+    def backward(self, packed: PackedTrees, loss: LossFunction) -> Tensor: ...
 
-    def keep_less(self, forest: Forest, *, training: bool) -> str | None: ...
+    def reduce_memory(self, packed: PackedTrees, *, training: bool) -> str | None: ...
 
 
 class LearnerStats(Struct):
@@ -66,17 +66,17 @@ class Learner:
         self._settings = settings
         self.model = load_model(folder, settings.model)
         self.tree_unsupported_reason: str | None = None  # why the model can't run over trees, where it can't
-        self._initial_forest_model: ForestModel | None = None
+        self._initial_packed_model: PackedModel | None = None
         if settings.grpo.kl and settings.model.lora is None:  # first: what is kept of activations is what is left then
-            self._initial_forest_model = self._build_forest_model(load_frozen_copy(folder, settings.model))
-        self._forest_model = self._build_forest_model(self.model)
+            self._initial_packed_model = self._build_packed_model(load_frozen_copy(folder, settings.model))
+        self._packed_model = self._build_packed_model(self.model)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._parameters = get_trainable_parameters(self.model)
         self._optimizer = self._build_optimizer()
         self._updates = 0
         self._retries = OutOfMemoryRetrier(self.model.device)
 
-    def _build_forest_model(self, model: Any) -> ForestModel:
+    def _build_packed_model(self, model: Any) -> PackedModel:
         """Models that can't run over trees read one sequence at a time."""
         optimizer = self._settings.optimizer
         try:
@@ -113,7 +113,9 @@ class Learner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfMemory(f"The optimizer's state does not fit into memory. {self._memory_advice()}") from error
+            raise OutOfMemoryError(
+                f"The optimizer's state does not fit into memory. {self._suggest_memory_setting()}"
+            ) from error
         return optimizer
 
     # A step
@@ -126,10 +128,10 @@ class Learner:
         updates = [some for epoch in parts for some in epoch]
         once = len(updates) == 1
         began, retries = time.perf_counter(), self._retries.count
-        old = None if once else self.logprobs(whole.forest)
-        initial = self._initial_logprobs(whole) if settings.grpo.kl else None
+        old = None if once else self.compute_logprobs(whole.packed)
+        initial = self._compute_initial_logprobs(whole) if settings.grpo.kl else None
         scored = time.perf_counter()
-        stats = LearnerStats(0.0, 0.0, 0.0, 0, 0 if once else len(whole.forest), len(whole), 0.0, 1.0, 1.0, 0.0, 0.0)
+        stats = LearnerStats(0.0, 0.0, 0.0, 0, 0 if once else len(whole.packed), len(whole), 0.0, 1.0, 1.0, 0.0, 0.0)
         places = np.cumsum([0, *(len(group) for group in groups)])
         norms, clipped = [], []
         for some in updates:
@@ -140,7 +142,7 @@ class Learner:
             update, logprobs = self._compute_gradient(f"Step {number}", batch, *then)
             norms.append(self._apply_update(number))
             stats.loss += update.total / len(updates)
-            stats.computed_tokens += len(batch.forest)
+            stats.computed_tokens += len(batch.packed)
             clipped.append(update.clipped_tokens / max(1, len(batch)))
             if old is None:
                 old = logprobs
@@ -162,22 +164,28 @@ class Learner:
 
         def compute() -> tuple[UpdateLoss, Tensor]:
             update = UpdateLoss(batch, self._settings.grpo, self.model.device, old, initial)
-            return update, self._forest_model.backward(batch.forest, update.loss)
+            return update, self._packed_model.backward(batch.packed, update.compute_loss)
 
-        return self._run_within_memory(what, self._forest_model, batch.forest, compute, training=True)
+        return self._run_within_memory(what, self._packed_model, batch.packed, compute, training=True)
 
     def _run_within_memory(
-        self, description: str, forest_model: ForestModel, forest: Forest, compute: Callable[[], T], *, training: bool
+        self,
+        description: str,
+        packed_model: PackedModel,
+        packed: PackedTrees,
+        compute: Callable[[], T],
+        *,
+        training: bool,
     ) -> T:
         return self._retries.run(
             description,
             compute,
             discard=lambda: self._optimizer.zero_grad(set_to_none=True),
-            keep_less=lambda: forest_model.keep_less(forest, training=training),
-            advice=self._memory_advice,
+            reduce_memory=lambda: packed_model.reduce_memory(packed, training=training),
+            advice=self._suggest_memory_setting,
         )
 
-    def _memory_advice(self) -> str:
+    def _suggest_memory_setting(self) -> str:
         """The one setting that makes the most room."""
         settings = self._settings.model
         if settings.lora is None and settings.trainable_layers is None:
@@ -213,21 +221,21 @@ class Learner:
         if not np.isfinite(norm):
             raise PolarError(f"The gradient of step {number} is not finite: try a lower optimizer.lr, or float32.")
         for parameters in self._optimizer.param_groups:
-            parameters["lr"] = self._learning_rate()
+            parameters["lr"] = self._compute_learning_rate()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._updates += 1
         return norm
 
-    def _learning_rate(self) -> float:
+    def _compute_learning_rate(self) -> float:
         settings = self._settings.optimizer
         return settings.lr * min(1.0, (self._updates + 1) / settings.warmup) if settings.warmup else settings.lr
 
-    def _initial_logprobs(self, batch: Batch) -> Tensor:
-        if self._initial_forest_model is not None:
-            return self._logprobs(self._initial_forest_model, batch.forest)
+    def _compute_initial_logprobs(self, batch: Batch) -> Tensor:
+        if self._initial_packed_model is not None:
+            return self._run_model(self._initial_packed_model, batch.packed)
         with self.model.disable_adapter():
-            return self.logprobs(batch.forest)
+            return self.compute_logprobs(batch.packed)
 
     # What others need of the model
 
@@ -235,20 +243,22 @@ class Learner:
         """Log-probabilities of sampled tokens behind a prompt, at temperature 1."""
         ids = np.array([*prompt, *sampled], np.int32)
         places = np.arange(len(prompt), len(ids), dtype=np.int64)
-        one = pack_forest([make_path_tree(ids, places, np.ones(len(places), np.float32))])
-        scored: list[float] = self.logprobs(one).tolist()
+        one = pack_trees([make_path_tree(ids, places, np.ones(len(places), np.float32))])
+        scored: list[float] = self.compute_logprobs(one).tolist()
         return scored
 
-    def logprobs(self, forest: Forest) -> Tensor:
-        return self._logprobs(self._forest_model, forest)
+    def compute_logprobs(self, packed: PackedTrees) -> Tensor:
+        return self._run_model(self._packed_model, packed)
 
-    def _logprobs(self, passes: ForestModel, forest: Forest) -> Tensor:
-        what = f"A forest of {len(forest)} tokens, whose log-probabilities are computed,"
-        return self._run_within_memory(what, passes, forest, lambda: passes.logprobs(forest), training=False)
+    def _run_model(self, packed_model: PackedModel, packed: PackedTrees) -> Tensor:
+        what = f"A batch of {len(packed)} tokens, whose log-probabilities are computed,"
+        return self._run_within_memory(
+            what, packed_model, packed, lambda: packed_model.compute_logprobs(packed), training=False
+        )
 
     # What a checkpoint holds
 
-    def weights(self) -> dict[str, Tensor]:
+    def get_trained_weights(self) -> dict[str, Tensor]:
         """What is trained."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
@@ -295,12 +305,12 @@ class UpdateLoss:
         self.total = 0.0
         self.clipped_tokens = 0
 
-    def loss(self, index: Tensor, logprobs: Tensor) -> Tensor:
+    def compute_loss(self, index: Tensor, logprobs: Tensor) -> Tensor:
         settings = self._settings
         old = logprobs.detach() if self._old_logprobs is None else self._old_logprobs[index]
         behavior_logprobs = self._behavior_logprobs[index]
         behavior_logprobs = torch.where(behavior_logprobs.isnan(), old, behavior_logprobs)
-        loss = grpo.policy_loss(
+        loss = grpo.compute_policy_loss(
             logprobs,
             old,
             grpo.compute_importance_weights(old, behavior_logprobs, settings.tis_cap),

@@ -69,7 +69,7 @@ class StepMetrics(Struct):
         return found
 
 
-class Metrics:
+class MetricsLog:
     """Use as a context manager."""
 
     def __init__(self, output: Path, settings: TrainSettings, step: int, run: str) -> None:
@@ -78,7 +78,7 @@ class Metrics:
         self._file = (output / "metrics.jsonl").open("ab")
         self._writers = _create_writers(output, settings.metrics, settings, step, run)
 
-    def __enter__(self) -> "Metrics":
+    def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(

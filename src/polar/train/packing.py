@@ -1,10 +1,10 @@
-"""Trees of tokens, packed for a model and cut into chunks that go through it one after the other.
+"""Packs token trees for a model and splits them into chunks, which are computed one after the other.
 
-    TokenTree ─► pack_forest ─► Forest ─► Chunker.plan ─► Chunk, Chunk, ...
+    TokenTree ─► pack_trees ─► PackedTrees ─► Chunker.plan ─► Chunk, Chunk, ...
 
 A tree is a group's `prefix_tree`, or a single trace (a tree of one path). Packed depth first, a token's descendants are
 the tokens right behind it, up to where its subtree ends. So one number a token says who sees whom
-(`Forest.subtree_ends`), and no mask is ever written down.
+(`PackedTrees.subtree_ends`), and no mask is ever written down.
 
 A chunk is an interval of the packed tokens. What its tokens see before it is the path to its first token, which has
 gone through the model already; its keys and values are still there. Going backwards, a chunk's turn comes when all that
@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from polar.records.trajectory import ROOT
-from polar.train.flash import round_context_length
+from polar.train.flash_attention import round_context_length
 
 Ints = NDArray[np.int32]
 Indices = NDArray[np.int64]
@@ -59,7 +59,7 @@ class TokenTree(Struct):
     temperature: Floats
 
 
-class Terms(Struct):
+class LossTerms(Struct):
     """What is asked of the model: one entry for each (sample, trained token), in the order of `at`."""
 
     positions: Indices  # the packed token behind which it was sampled
@@ -71,29 +71,29 @@ class Terms(Struct):
         return len(self.positions)
 
 
-class Forest(Struct):
+class PackedTrees(Struct):
     """Trees, one behind the other. Arrays have one entry a token; `q` sees `k` iff `k <= q < ends[k]`."""
 
     ids: Ints
     depths: Ints  # its position on its path
     before: Ints  # the packed token before it on its path; ROOT at the first
     subtree_ends: Ints  # where its subtree ends
-    terms: Terms
+    terms: LossTerms
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-def pack_forest(trees: Sequence[TokenTree]) -> Forest:
+def pack_trees(trees: Sequence[TokenTree]) -> PackedTrees:
     """Of a node's children, those that branch are packed before ends: so what waits for others stands together, and the
     rest, which is done with at once, behind it. But long ends come first of all: see `_depth_first`."""
-    packed = [_pack(_dissolve_tiny_nodes(tree)) for tree in trees]
+    packed = [_pack_tree(_inline_tiny_nodes(tree)) for tree in trees]
     offsets = np.cumsum([0, *(len(one) for one in packed)])
     if offsets[-1] >= 2**31:
         raise ValueError(f"{offsets[-1]} tokens are too many for one pass: 2^31 - 1 at most.")
     entries = np.cumsum([0, *(len(one.terms) for one in packed)])
     before = [np.where(one.before == ROOT, ROOT, one.before + offset) for one, offset in _zip_offsets(packed, offsets)]
-    terms = Terms(
+    terms = LossTerms(
         positions=_concatenate(
             [one.terms.positions + offset for one, offset in _zip_offsets(packed, offsets)], np.int64
         ),
@@ -103,7 +103,7 @@ def pack_forest(trees: Sequence[TokenTree]) -> Forest:
             [one.terms.entry_indices + first for one, first in _zip_offsets(packed, entries)], np.int64
         ),
     )
-    return Forest(
+    return PackedTrees(
         ids=_concatenate([one.ids for one in packed], np.int32),
         depths=_concatenate([one.depths for one in packed], np.int32),
         before=_concatenate(before, np.int32),
@@ -119,7 +119,7 @@ def make_path_tree(ids: Ints, tokens: Indices, temperature: Floats) -> TokenTree
     return TokenTree(ids, np.array([0, len(ids)], np.int64), np.array([ROOT], np.int32), tokens, temperature)
 
 
-def _dissolve_tiny_nodes(tree: TokenTree) -> TokenTree:
+def _inline_tiny_nodes(tree: TokenTree) -> TokenTree:
     """Without tiny nodes above long branches: each branch repeats their tokens, and only the first has their terms. No
     branch repeats more than a few tokens, however many such nodes there are above each other."""
     tiny = _find_tiny_nodes(tree)
@@ -157,14 +157,14 @@ def _find_tiny_nodes(tree: TokenTree) -> NDArray[np.bool_]:
     above = tree.parents[below]
     children = np.bincount(above, minlength=len(lengths))
     shortest = np.full(len(lengths), _LONG_BRANCH_TOKENS, np.int64)
-    np.minimum.at(shortest, above, _subtree_sizes(tree)[below])
+    np.minimum.at(shortest, above, _compute_subtree_sizes(tree)[below])
     tiny: NDArray[np.bool_] = (
         (lengths > 0) & (lengths <= _TINY_NODE_TOKENS) & (children > 1) & (shortest >= _LONG_BRANCH_TOKENS)
     )
     return tiny
 
 
-def _subtree_sizes(tree: TokenTree) -> Indices:
+def _compute_subtree_sizes(tree: TokenTree) -> Indices:
     """Of each node's subtree, in tokens."""
     sizes = np.diff(tree.starts).astype(np.int64)
     for node in range(len(sizes) - 1, -1, -1):
@@ -174,8 +174,8 @@ def _subtree_sizes(tree: TokenTree) -> Indices:
     return sizes
 
 
-def _pack(tree: TokenTree) -> Forest:
-    order, ends = _depth_first(tree)
+def _pack_tree(tree: TokenTree) -> PackedTrees:
+    order, ends = _order_depth_first(tree)
     lengths = np.diff(tree.starts)
     first = np.zeros(len(lengths), np.int64)  # of each node, packed
     first[order] = np.cumsum(lengths[order]) - lengths[order]
@@ -204,13 +204,13 @@ def _pack(tree: TokenTree) -> Forest:
     if (at == ROOT).any():
         raise ValueError("A token without anything before it can't be trained: nothing predicts it.")
     sorted_ = np.argsort(at, kind="stable")
-    terms = Terms(
+    terms = LossTerms(
         positions=at[sorted_],
         target=tree.ids[tree.tokens][sorted_].astype(np.int32),
         temperature=tree.temperature[sorted_].astype(np.float32),
         entry_indices=sorted_.astype(np.int64),
     )
-    return Forest(
+    return PackedTrees(
         ids=tree.ids[origin].astype(np.int32),
         depths=depths.astype(np.int32),
         before=before.astype(np.int32),
@@ -219,10 +219,10 @@ def _pack(tree: TokenTree) -> Forest:
     )
 
 
-def _depth_first(tree: TokenTree) -> tuple[Indices, Indices]:
+def _order_depth_first(tree: TokenTree) -> tuple[Indices, Indices]:
     """Nodes in packed order, and where the subtree of each ends."""
     count = len(tree.parents)
-    sizes = _subtree_sizes(tree)
+    sizes = _compute_subtree_sizes(tree)
     paths = np.zeros(count, np.int64)  # that end below it
     children: list[list[int]] = [[] for _ in range(count)]
     roots: list[int] = []
@@ -256,7 +256,7 @@ def _depth_first(tree: TokenTree) -> tuple[Indices, Indices]:
     return np.array(order, np.int64), ends
 
 
-def _zip_offsets(packed: list[Forest], numbers: NDArray[np.int64]) -> Iterable[tuple[Forest, np.int64]]:
+def _zip_offsets(packed: list[PackedTrees], numbers: NDArray[np.int64]) -> Iterable[tuple[PackedTrees, np.int64]]:
     return zip(packed, numbers[:-1], strict=True)
 
 
@@ -274,10 +274,10 @@ class Chunk(Struct):
     stop: int
     context: list[tuple[int, int]]  # the path to its first token, as intervals of packed tokens
     last_use: int  # up to this packed token others see it
-    fully_visible: int  # tokens of its context, from its beginning on, that all of it sees
+    fully_visible_tokens: int  # tokens of its context, from its beginning on, that all of it sees
     is_one_path: bool
     fork_count: int = 0  # its tokens that later chunks go on from
-    is_kept: bool = True  # its activations are, until its backward pass
+    keeps_activations: bool = True  # its activations are, until its backward pass
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -288,9 +288,9 @@ class Chunk(Struct):
         return sum(stop - start for start, stop in self.context)
 
     @property
-    def is_plain(self) -> bool:
+    def needs_no_mask(self) -> bool:
         """It is one path, and all of it sees all of its context."""
-        return self.is_one_path and self.fully_visible == self.context_length
+        return self.is_one_path and self.fully_visible_tokens == self.context_length
 
 
 class MemoryBudget(Struct, frozen=True):
@@ -305,17 +305,19 @@ class MemoryBudget(Struct, frozen=True):
     kv_gradient_bytes: float = 0.0  # of its keys and values, while others see them
     score_bytes: float = 0.0  # of a pair of tokens, where attention writes them down
     recurrent_state_bytes: float = 0.0  # of recurrent layers behind a token that others go on from, and its gradient
-    grain: int | None = None  # of flash attention's lengths, where it is used; else each chunk copies its context
+    length_multiple: int | None = (
+        None  # of flash attention's lengths, where it is used; else each chunk copies its context
+    )
     splits_context: bool = False  # whether flash attention takes what all of a branching chunk sees
     windowed_share: float = 0.0  # share of layers with a sliding window, which copy any context
 
-    def waiting_bytes(self, chunk: Chunk) -> float:
+    def estimate_waiting_bytes(self, chunk: Chunk) -> float:
         """Bytes of a chunk that others see, without activations."""
         return len(chunk) * (self.kv_bytes + self.kv_gradient_bytes) + chunk.fork_count * self.recurrent_state_bytes
 
-    def active_bytes(self, chunk: Chunk) -> float:
+    def estimate_active_bytes(self, chunk: Chunk) -> float:
         """Bytes of a chunk that is kept, or that goes through the model for its backward pass."""
-        token = self.activation_bytes + (0 if chunk.is_plain else self.branching_bytes)
+        token = self.activation_bytes + (0 if chunk.needs_no_mask else self.branching_bytes)
         token += self.kv_gradient_bytes if chunk.last_use > chunk.stop else 0
         copied = self._count_copied_tokens(chunk)
         # Twice: as inputs, and in a row with the chunk's own. Then what comes back to the inputs.
@@ -330,9 +332,13 @@ class MemoryBudget(Struct, frozen=True):
 
     def _count_copied_tokens(self, chunk: Chunk) -> float:
         """Tokens of its context whose keys and values it has copies of."""
-        if self.grain is None or not (chunk.is_plain or self.splits_context):
+        if self.length_multiple is None or not (chunk.needs_no_mask or self.splits_context):
             return chunk.context_length
-        left = 0 if chunk.is_plain else chunk.context_length - round_context_length(chunk.fully_visible, self.grain)
+        left = (
+            0
+            if chunk.needs_no_mask
+            else chunk.context_length - round_context_length(chunk.fully_visible_tokens, self.length_multiple)
+        )
         return left + self.windowed_share * (chunk.context_length - left)
 
 
@@ -353,54 +359,54 @@ class _ChunkingOption(Struct):
     """Long parts that wait for others are cut into such pieces: of several, some may be kept."""
 
 
-def split_into_chunks(forest: Forest, chunk_tokens: int, budget: MemoryBudget) -> list[Chunk]:
+def split_into_chunks(packed: PackedTrees, chunk_tokens: int, budget: MemoryBudget) -> list[Chunk]:
     """Chunks of `chunk_tokens` at most. Where the budget has no room for such a chunk's activations behind all that
     waits, they are shorter."""
-    if not len(forest):
+    if not len(packed):
         return []
-    runs = _find_run_starts(forest)
+    runs = _find_run_starts(packed)
     while True:
-        chunks = _choose_cheapest(forest, runs, chunk_tokens, budget)
-        if chunk_tokens <= MIN_CHUNK_TOKENS or choose_kept_chunks(chunks, budget).bytes <= budget.max_bytes:
+        chunks = _choose_cheapest(packed, runs, chunk_tokens, budget)
+        if chunk_tokens <= MIN_CHUNK_TOKENS or choose_kept_activations(chunks, budget).bytes <= budget.max_bytes:
             return chunks
         chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_tokens // 2)
 
 
-def _choose_cheapest(forest: Forest, runs: Indices, chunk_tokens: int, budget: MemoryBudget) -> list[Chunk]:
-    parts = list(_split_into_parts(forest, chunk_tokens))
+def _choose_cheapest(packed: PackedTrees, runs: Indices, chunk_tokens: int, budget: MemoryBudget) -> list[Chunk]:
+    parts = list(_split_into_parts(packed, chunk_tokens))
 
     def chunks(way: _ChunkingOption) -> list[Chunk]:
         made = [
-            _build_chunk(forest, runs, start, stop) for start, stop in _group_parts(forest, parts, chunk_tokens, way)
+            _build_chunk(packed, runs, start, stop) for start, stop in _group_parts(packed, parts, chunk_tokens, way)
         ]
-        choose_kept_chunks(made, budget)
+        choose_kept_activations(made, budget)
         return made
 
     def cost(chunks: list[Chunk]) -> float:
         """In tokens: a forward pass is a third of all, and a short chunk takes as long as a longer one (see
         DEFAULT_CHUNK_TOKENS in memory.py)."""
-        return sum(max(len(chunk), chunk_tokens / 5) * (1 if chunk.is_kept else 4 / 3) for chunk in chunks)
+        return sum(max(len(chunk), chunk_tokens / 5) * (1 if chunk.keeps_activations else 4 / 3) for chunk in chunks)
 
     pieces = chunk_tokens, max(1, chunk_tokens // 2)
     ways = [_ChunkingOption(few, piece) for few in (chunk_tokens // 8, chunk_tokens // 16, 0) for piece in pieces]
     return min(map(chunks, ways), key=cost)
 
 
-def _find_stretches(forest: Forest) -> Indices:
+def _find_segment_starts(packed: PackedTrees) -> Indices:
     """Where stretches begin: tokens of one path, all of which the same tokens see."""
-    follows = forest.before[1:] == np.arange(len(forest) - 1)
-    same = forest.subtree_ends[1:] == forest.subtree_ends[:-1]
+    follows = packed.before[1:] == np.arange(len(packed) - 1)
+    same = packed.subtree_ends[1:] == packed.subtree_ends[:-1]
     return np.concatenate([[0], np.flatnonzero(~(follows & same)) + 1])
 
 
-def _find_run_starts(forest: Forest) -> Indices:
+def _find_run_starts(packed: PackedTrees) -> Indices:
     """Of each token, the first one from which on packed tokens follow each other on its path, up to it."""
-    places = np.arange(len(forest))
-    found: Indices = np.maximum.accumulate(np.where(forest.before == places - 1, 0, places))
+    places = np.arange(len(packed))
+    found: Indices = np.maximum.accumulate(np.where(packed.before == places - 1, 0, places))
     return found
 
 
-class _Part(Struct):
+class _ChunkPart(Struct):
     """Tokens that are cut only if they are one path. `end` is where the subtree ends that begins with them."""
 
     start: int
@@ -414,28 +420,28 @@ class _Part(Struct):
         return self.stop < self.end
 
 
-def _split_into_parts(forest: Forest, max_tokens: int) -> Iterator[_Part]:
+def _split_into_parts(packed: PackedTrees, max_tokens: int) -> Iterator[_ChunkPart]:
     """Whole subtrees where they fit: a chunk of such is done with at once, and what waits for others takes memory, or
     goes through twice. But long stretches of one path are parts by themselves: attention is quickest there."""
-    stretches = _find_stretches(forest)
-    edges = [*stretches.tolist(), len(forest)]
+    stretches = _find_segment_starts(packed)
+    edges = [*stretches.tolist(), len(packed)]
     lengths = np.diff(edges)
     long = max(1, max_tokens // 4)
     long_ones = [*np.flatnonzero(lengths >= long).tolist(), len(stretches)]
     number = 0
     while number < len(stretches):
-        start, end = edges[number], int(forest.subtree_ends[edges[number]])
+        start, end = edges[number], int(packed.subtree_ends[edges[number]])
         behind = int(np.searchsorted(stretches, end))
         if end - start > max_tokens or long_ones[bisect_left(long_ones, number)] < behind:
             behind = number + 1
         # What branches is no quicker by itself.
         least = long if behind == number + 1 else max(1, max_tokens // 2)
-        yield _Part(start, edges[behind], end, is_long=edges[behind] - start >= least)
+        yield _ChunkPart(start, edges[behind], end, is_long=edges[behind] - start >= least)
         number = behind
 
 
 def _group_parts(
-    forest: Forest, parts: Iterable[_Part], max_tokens: int, option: _ChunkingOption
+    packed: PackedTrees, parts: Iterable[_ChunkPart], max_tokens: int, option: _ChunkingOption
 ) -> list[tuple[int, int]]:
     """A long part is a chunk by itself, or with few tokens of its path; short ones go together."""
     chunks: list[tuple[int, int]] = []
@@ -451,11 +457,11 @@ def _group_parts(
                 joins = (
                     last - first <= option.max_joined_tokens
                     or not part.is_waiting
-                    or bool(forest.before[start] > forest.before[first])
+                    or bool(packed.before[start] > packed.before[first])
                 )
             else:
                 joins = (
-                    part.is_waiting and stop - edge <= option.max_joined_tokens and _is_one_path(forest, last - 1, stop)
+                    part.is_waiting and stop - edge <= option.max_joined_tokens and _is_one_path(packed, last - 1, stop)
                 )
             if fits and joins:
                 chunks[-1] = (first, stop)
@@ -463,19 +469,19 @@ def _group_parts(
                 chunks.append((start, stop))
                 grows = True
             continue
-        if grows and fits and last - first <= option.max_joined_tokens and _is_one_path(forest, first, stop):
+        if grows and fits and last - first <= option.max_joined_tokens and _is_one_path(packed, first, stop):
             chunks[-1] = (first, stop)
         elif part.is_waiting or stop - start > max_tokens:
-            chunks += pairwise([start, *_cut_positions(start, stop, option.piece_tokens), stop])
+            chunks += pairwise([start, *_choose_cut_positions(start, stop, option.piece_tokens), stop])
         else:
             chunks.append((start, stop))
         grows, edge = False, stop
     return chunks
 
 
-def _cut_positions(start: int, stop: int, max_tokens: int) -> list[int]:
+def _choose_cut_positions(start: int, stop: int, max_tokens: int) -> list[int]:
     """Pieces as long as they may be, and some half as long, so that none is short, and lengths are few: attention's
-    kernels want that (see flash.py)."""
+    kernels want that (see flash_attention.py)."""
     cuts = []
     while stop - start > max_tokens:
         start += max_tokens if 2 * (stop - start) >= 3 * max_tokens else max(1, max_tokens // 2)
@@ -483,37 +489,37 @@ def _cut_positions(start: int, stop: int, max_tokens: int) -> list[int]:
     return cuts
 
 
-def _build_chunk(forest: Forest, runs: Indices, start: int, stop: int) -> Chunk:
-    context = _find_path(forest, runs, int(forest.before[start]))
-    whole = sum(int((forest.subtree_ends[low:high] >= stop).sum()) for low, high in context)  # a path's ends never grow
-    needed = int(forest.subtree_ends[start:stop].max())
+def _build_chunk(packed: PackedTrees, runs: Indices, start: int, stop: int) -> Chunk:
+    context = _find_path(packed, runs, int(packed.before[start]))
+    whole = sum(int((packed.subtree_ends[low:high] >= stop).sum()) for low, high in context)  # a path's ends never grow
+    needed = int(packed.subtree_ends[start:stop].max())
     return Chunk(
         start=start,
         stop=stop,
         context=context,
         last_use=max(needed, stop),
-        fully_visible=whole,
-        is_one_path=_is_one_path(forest, start, stop),
-        fork_count=_count_forks(forest, start, stop, needed),
+        fully_visible_tokens=whole,
+        is_one_path=_is_one_path(packed, start, stop),
+        fork_count=_count_forks(packed, start, stop, needed),
     )
 
 
-def _count_forks(forest: Forest, start: int, stop: int, needed: int) -> int:
-    before = forest.before[stop:needed]
+def _count_forks(packed: PackedTrees, start: int, stop: int, needed: int) -> int:
+    before = packed.before[stop:needed]
     return len(np.unique(before[(before >= start) & (before < stop)]))
 
 
-def _is_one_path(forest: Forest, start: int, stop: int) -> bool:
-    return bool((forest.before[start + 1 : stop] == np.arange(start, stop - 1)).all())
+def _is_one_path(packed: PackedTrees, start: int, stop: int) -> bool:
+    return bool((packed.before[start + 1 : stop] == np.arange(start, stop - 1)).all())
 
 
-def _find_path(forest: Forest, runs: Indices, token: int) -> list[tuple[int, int]]:
+def _find_path(packed: PackedTrees, runs: Indices, token: int) -> list[tuple[int, int]]:
     """The path that ends with a token, as intervals of packed tokens."""
     path: list[tuple[int, int]] = []
     while token != ROOT:
         low = int(runs[token])
         path.append((low, token + 1))
-        token = int(forest.before[low])
+        token = int(packed.before[low])
     return path[::-1]
 
 
@@ -526,27 +532,27 @@ class _WaitingChunk(Struct):
     bytes: float  # of these, with all their activations
 
 
-def choose_kept_chunks(chunks: Iterable[Chunk], budget: MemoryBudget) -> MemoryNeed:
+def choose_kept_activations(chunks: Iterable[Chunk], budget: MemoryBudget) -> MemoryNeed:
     """Decides which chunks are kept: those from which on, themselves included, no more than `kept_tokens` wait at any
     time, and for whose activations there is room beside all that waits before them. What is done with at once is no
     larger if it is kept."""
     waiting: list[_WaitingChunk] = []
     most_bytes, most_tokens = 0.0, 0
     for chunk in chunks:
-        before = waiting[-1].bytes_before + budget.waiting_bytes(waiting[-1].chunk) if waiting else 0.0
-        own = budget.active_bytes(chunk)
+        before = waiting[-1].bytes_before + budget.estimate_waiting_bytes(waiting[-1].chunk) if waiting else 0.0
+        own = budget.estimate_active_bytes(chunk)
         waiting.append(_WaitingChunk(chunk, before, len(chunk), own))
         while waiting and waiting[-1].chunk.last_use <= chunk.stop:
             ended = waiting.pop()
-            own = budget.active_bytes(ended.chunk)
+            own = budget.estimate_active_bytes(ended.chunk)
             fits = ended.bytes == own or ended.bytes_before + ended.bytes <= budget.max_bytes
-            ended.chunk.is_kept = fits and ended.tokens <= budget.kept_tokens
-            most_bytes = max(most_bytes, ended.bytes_before + (ended.bytes if ended.chunk.is_kept else own))
-            most_tokens = max(most_tokens, ended.tokens if ended.chunk.is_kept else 0)
+            ended.chunk.keeps_activations = fits and ended.tokens <= budget.kept_tokens
+            most_bytes = max(most_bytes, ended.bytes_before + (ended.bytes if ended.chunk.keeps_activations else own))
+            most_tokens = max(most_tokens, ended.tokens if ended.chunk.keeps_activations else 0)
             if waiting:
                 last = waiting[-1]
                 last.tokens = max(last.tokens, len(last.chunk) + ended.tokens)
-                last.bytes = max(last.bytes, budget.active_bytes(last.chunk) + ended.bytes)
+                last.bytes = max(last.bytes, budget.estimate_active_bytes(last.chunk) + ended.bytes)
     return MemoryNeed(most_bytes, most_tokens)
 
 
@@ -556,7 +562,7 @@ class ChunkPlan(Struct):
 
 
 class Chunker:
-    """Cuts forests for one model. What ran out of memory is cut again with less kept, and so is whatever follows it."""
+    """Splits packed trees into chunks for one model. After running out of memory it keeps fewer activations."""
 
     def __init__(self, chunk_tokens: int, budget: MemoryBudget) -> None:
         self._max_chunk_tokens = chunk_tokens
@@ -568,8 +574,8 @@ class Chunker:
     def chunk_tokens(self) -> int:
         return self._max_chunk_tokens >> self._halvings
 
-    def plan(self, forest: Forest, *, training: bool) -> ChunkPlan:
-        """Where nothing trains, no activations are kept."""
+    def plan(self, packed: PackedTrees, *, training: bool) -> ChunkPlan:
+        """Without `training`, no activations are kept."""
         budget = self._budget
         if not training:
             budget = replace(
@@ -580,19 +586,19 @@ class Chunker:
                 branching_bytes=0.0,
                 kv_gradient_bytes=0.0,
             )
-        chunks = split_into_chunks(forest, self.chunk_tokens, budget)
-        need = choose_kept_chunks(chunks, budget)
+        chunks = split_into_chunks(packed, self.chunk_tokens, budget)
+        need = choose_kept_activations(chunks, budget)
         if training and self._kept_share < 1:  # of the same chunks: so the gradient is the same, too
             most = max(self.chunk_tokens, int(self._kept_share * need.kept_tokens))
-            need = choose_kept_chunks(chunks, replace(budget, kept_tokens=min(budget.kept_tokens, most)))
+            need = choose_kept_activations(chunks, replace(budget, kept_tokens=min(budget.kept_tokens, most)))
         return ChunkPlan(chunks, need)
 
-    def keep_less(self, forest: Forest, *, training: bool) -> str | None:
-        """From now on: half of what was kept, then no more than one chunk, then shorter chunks. Says what it is now;
-        None where no less is possible for this forest."""
-        before = self.plan(forest, training=training)
+    def reduce_memory(self, packed: PackedTrees, *, training: bool) -> str | None:
+        """Keeps less from now on: half the activations, then one chunk's, then shorter chunks. Returns a description of
+        the new plan, or None if no less is possible for these trees."""
+        before = self.plan(packed, training=training)
         while self._reduce(training):
-            now = self.plan(forest, training=training)
+            now = self.plan(packed, training=training)
             if now.chunks != before.chunks:
                 kept = f", activations of {now.need.kept_tokens} kept" if training else ""
                 return f"{max(map(len, now.chunks))} tokens at a time{kept}"

@@ -27,7 +27,7 @@ from torch.nn import functional
 from polar.errors import ConfigError
 from polar.records.trajectory import ROOT
 from polar.train.memory import to_device
-from polar.train.packing import Chunk, Forest, Indices
+from polar.train.packing import Chunk, Indices, PackedTrees
 
 BLOCK_TOKENS = 64
 """The rule works on so many tokens at once: filling a run up to as many costs nothing."""
@@ -42,7 +42,7 @@ class RecurrentState(NamedTuple):
     matrix: Tensor  # [heads, key width, value width]
 
 
-class RunBatch(Struct):
+class TokenRunBatch(Struct):
     """Runs that go through a layer together, the shorter ones filled up."""
 
     lengths: list[int]
@@ -51,20 +51,20 @@ class RunBatch(Struct):
     is_token: Tensor  # the same: whether it is there, or fills up
 
 
-class RunPlan(Struct):
+class TokenRunPlan(Struct):
     """A chunk's runs. Memories are numbered: those of earlier chunks, then those behind each run, group by group."""
 
     received_tokens: list[int]  # the packed tokens of earlier chunks that runs go on from
-    batches: list[RunBatch]
+    batches: list[TokenRunBatch]
     order: Tensor  # of each token, its row among all that the groups put out
     saved_tokens: dict[int, int]  # packed tokens that later chunks go on from, and the memory behind each
 
     @classmethod
-    def from_chunk(cls, forest: Forest, chunk: Chunk, device: torch.device) -> "RunPlan":
-        starts, leaving = _find_runs(forest, chunk)
+    def from_chunk(cls, packed: PackedTrees, chunk: Chunk, device: torch.device) -> "TokenRunPlan":
+        starts, leaving = _find_runs(packed, chunk)
         stops = np.append(starts[1:], chunk.stop)
         lengths = (stops - starts).tolist()
-        before = forest.before[starts].tolist()
+        before = packed.before[starts].tolist()
         received = sorted({token for token in before if ROOT != token < chunk.start})
 
         runs: dict[int, int] = {}  # by their last tokens
@@ -76,7 +76,7 @@ class RunPlan(Struct):
             runs[int(stops[run]) - 1] = run
 
         numbers = {token: number for number, token in enumerate(received)} | {ROOT: ROOT}
-        groups: list[RunBatch] = []
+        groups: list[TokenRunBatch] = []
         order = np.empty(len(chunk), np.int64)
         done = 0
         for _, members in groupby(sorted(range(len(starts)), key=turns.__getitem__), turns.__getitem__):
@@ -87,7 +87,7 @@ class RunPlan(Struct):
             order[rows[real]] = done + np.flatnonzero(real)
             done += rows.size
             groups.append(
-                RunBatch(
+                TokenRunBatch(
                     lengths=[lengths[run] for run in group],
                     state_indices=[numbers[before[run]] for run in group],
                     token_indices=to_device(rows, device),
@@ -99,14 +99,14 @@ class RunPlan(Struct):
         return cls(received, groups, to_device(order, device), {token: numbers[token] for token in leaving})
 
 
-def _find_runs(forest: Forest, chunk: Chunk) -> tuple[Indices, list[int]]:
+def _find_runs(packed: PackedTrees, chunk: Chunk) -> tuple[Indices, list[int]]:
     """Where a chunk's runs begin, and the tokens that later chunks go on from."""
-    branches = np.flatnonzero(forest.before[1:] != np.arange(len(forest) - 1)) + 1
-    onto = forest.before[branches]
+    branches = np.flatnonzero(packed.before[1:] != np.arange(len(packed) - 1)) + 1
+    onto = packed.before[branches]
     within = (onto >= chunk.start) & (onto < chunk.stop)
     inside = branches[(branches > chunk.start) & (branches < chunk.stop)]
     leaving = set(onto[within & (branches >= chunk.stop)].tolist())
-    if chunk.stop < len(forest) and forest.before[chunk.stop] == chunk.stop - 1:
+    if chunk.stop < len(packed) and packed.before[chunk.stop] == chunk.stop - 1:
         leaving.add(chunk.stop - 1)
     starts = np.unique(np.array([chunk.start, *inside, *(onto[within] + 1)], np.int64))
     return starts[starts < chunk.stop], sorted(leaving)
@@ -115,7 +115,7 @@ def _find_runs(forest: Forest, chunk: Chunk) -> tuple[Indices, list[int]]:
 class Recurrence(Struct):
     """One chunk's way through the recurrent layers: what it goes on from, and what it leaves for those behind it."""
 
-    plan: RunPlan
+    plan: TokenRunPlan
     sources: list[tuple["Recurrence", int]]  # of each memory received, whose it is, and its place there
     saved_states: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, stacked
     loaded_states: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, those received, as inputs
@@ -123,9 +123,9 @@ class Recurrence(Struct):
 
     @classmethod
     def from_chunk(
-        cls, forest: Forest, chunk: Chunk, earlier: Iterable["Recurrence"], device: torch.device
+        cls, packed: PackedTrees, chunk: Chunk, earlier: Iterable["Recurrence"], device: torch.device
     ) -> "Recurrence":
-        plan = RunPlan.from_chunk(forest, chunk, device)
+        plan = TokenRunPlan.from_chunk(packed, chunk, device)
         places = {token: (one, place) for one in earlier for place, token in enumerate(one.plan.saved_tokens)}
         return cls(plan, [places[token] for token in plan.received_tokens])
 
@@ -149,7 +149,7 @@ class Recurrence(Struct):
         if self.plan.saved_tokens:
             self.saved_states[layer] = _stack_states([states[number] for number in self.plan.saved_tokens.values()])
 
-    def saved_state_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def collect_saved_state_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """What it left, with the gradients."""
         return [
             both for layer, grads in self.grads.items() for both in zip(self.saved_states[layer], grads, strict=True)
@@ -242,7 +242,7 @@ def _project_inputs(net: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _forward_batch(
-    net: Any, group: RunBatch, begin: RecurrentState, mixed: Tensor, rate: Tensor, decay: Tensor
+    net: Any, group: TokenRunBatch, begin: RecurrentState, mixed: Tensor, rate: Tensor, decay: Tensor
 ) -> tuple[Tensor, list[RecurrentState]]:
     """The output of some runs, [runs, longest, heads, width], and the memory behind each.
 
@@ -273,5 +273,5 @@ def _forward_batch(
     return out, ends
 
 
-def _select_tokens(tokens: Tensor, group: RunBatch) -> Tensor:
+def _select_tokens(tokens: Tensor, group: TokenRunBatch) -> Tensor:
     return tokens.index_select(0, group.token_indices.flatten()).reshape(*group.token_indices.shape, -1)

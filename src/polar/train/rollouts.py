@@ -120,11 +120,11 @@ class RolloutScheduler:
     def in_flight(self) -> int:
         return len(self._indices)
 
-    async def submit(self) -> None:
+    async def submit_next_groups(self) -> None:
         """As many as may be on their way."""
         settings = self._settings
         if self._reader_task is None:
-            self._reader_task = asyncio.create_task(self._read())
+            self._reader_task = asyncio.create_task(self._read_feed())
         async with self._submit_lock:
             tasks = []
             most = settings.groups_per_step * (settings.max_lag + 1)
@@ -152,7 +152,7 @@ class RolloutScheduler:
             }
         )
 
-    async def take(self) -> RolloutGroup:
+    async def take_group(self) -> RolloutGroup:
         """The next one that has ended. Raises ClientError where the service can't be reached."""
         assert self._reader_task is not None  # something was submitted
         taking = asyncio.ensure_future(self._ready.get())
@@ -170,7 +170,7 @@ class RolloutScheduler:
         for group in taken:
             del self._indices[group.task_id]
 
-    async def _read(self) -> None:
+    async def _read_feed(self) -> None:
         settings = self._settings
         feed = self._client.results(
             self._cursor, unit="group", raw=True, builder=settings.builder, limit=_GROUPS_PER_PAGE
@@ -184,9 +184,11 @@ class RolloutScheduler:
                 self._indices[result.task_id] = index
                 if settings.builder == TREE_BUILDER:
                     tree = await self._client.trajectory(result.task_id)
-                    group = await asyncio.to_thread(groups.group_from_tree, result.data, tree, index, self._checker)
+                    group = await asyncio.to_thread(
+                        groups.build_group_from_tree, result.data, tree, index, self._checker
+                    )
                 else:
-                    group = await asyncio.to_thread(groups.group_from_traces, result.data, index, self._checker)
+                    group = await asyncio.to_thread(groups.build_group_from_traces, result.data, index, self._checker)
                 await self._ready.put(group)
 
     def _find_index(self, task_id: str) -> int | None:

@@ -17,7 +17,7 @@ from polar.tasks.overrides import Overrides
 from polar.torch_runtime import run_on_compute_thread
 from polar.train.checkpoint import CheckpointStore, export_model
 from polar.train.learner import Learner
-from polar.train.metrics import GpuMonitor, Metrics, StepMetrics, plot_rewards
+from polar.train.metrics import GpuMonitor, MetricsLog, StepMetrics, plot_rewards
 from polar.train.rollouts import Evaluation, RolloutScheduler
 from polar.train.service_process import ServiceProcess, build_service_settings, get_engine_state_file
 from polar.train.settings import TrainSettings
@@ -57,7 +57,7 @@ class TrainingResult(Struct):
 async def train(settings: TrainSettings, watcher: TrainingObserver | None = None) -> TrainingResult:
     """To its end, or on from where an earlier process with the same output folder got. Raises PolarError."""
     tasks = read_tasks(settings)
-    folder = await asyncio.to_thread(model_folder, settings)
+    folder = await asyncio.to_thread(resolve_model_folder, settings)
     output = settings.output_folder
     async with contextlib.AsyncExitStack() as stack:
         service: ServiceProcess | None = None
@@ -128,7 +128,7 @@ async def train_with_client(
         limit=len(progress.settled) + left,
     )
     gpu = GpuMonitor(enabled=learner.model.device.type == "cuda")
-    with Metrics(output, settings, progress.step, name) as metrics:
+    with MetricsLog(output, settings, progress.step, name) as metrics:
         async with rollouts, gpu:
             trainer = Trainer(
                 settings,
@@ -164,7 +164,7 @@ def read_tasks(settings: TrainSettings) -> TrainingTasks:
     return TrainingTasks(training, held_out)
 
 
-def model_folder(settings: TrainSettings) -> Path:
+def resolve_model_folder(settings: TrainSettings) -> Path:
     if settings.model.folder is not None:
         return settings.resolve_path(settings.model.folder)
     from polar.models import ensure_default_model

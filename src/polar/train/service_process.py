@@ -36,11 +36,11 @@ def build_service_settings(settings: TrainSettings, model: Path) -> tuple[Settin
     engine = sections.setdefault("engine", {})
     if settings.rollout.config is None:
         engine.setdefault("kind", "embedded")
-    found = _load(settings, sections)
+    found = _load_settings(settings, sections)
     if _is_launched(found.engine):
         engine["model"] = found.engine.model or str(model)
         engine["options"] = {"state": str(settings.output_folder / "engine.json")} | found.engine.options
-    return _load(settings, sections), _to_environment(sections)
+    return _load_settings(settings, sections), _to_environment(sections)
 
 
 def get_engine_state_file(settings: TrainSettings, engine: EngineSettings) -> Path | None:
@@ -52,8 +52,8 @@ def _is_launched(engine: EngineSettings) -> bool:
     return engine.kind == "embedded" and not engine.urls
 
 
-def _load(settings: TrainSettings, sections: dict[str, dict[str, Any]]) -> Settings:
-    return config.load(_config_file(settings), os.environ | _to_environment(sections))
+def _load_settings(settings: TrainSettings, sections: dict[str, dict[str, Any]]) -> Settings:
+    return config.load(_find_config_file(settings), os.environ | _to_environment(sections))
 
 
 def _to_environment(sections: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -64,7 +64,7 @@ def _to_environment(sections: dict[str, dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _config_file(settings: TrainSettings) -> Path:
+def _find_config_file(settings: TrainSettings) -> Path:
     """Without one of its own, whatever lies about is no settings of it."""
     return Path(os.devnull) if settings.rollout.config is None else settings.resolve_path(settings.rollout.config)
 
@@ -74,13 +74,13 @@ class ServiceProcess:
 
     def __init__(self, settings: TrainSettings, variables: dict[str, str], output: Path) -> None:
         self.restarted = asyncio.Event()  # set when it has been started again; cleared by whoever handles that
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.url = f"http://127.0.0.1:{_find_free_port()}"
         self._data = output / "service"
         self._log = output / "service.log"
         self._has_served = (output / "metrics.jsonl").exists()
         self._variables = variables
         self._folder = settings.folder
-        self._config = _config_file(settings)
+        self._config = _find_config_file(settings)
         self._process: asyncio.subprocess.Process | None = None
         self._watch_task: asyncio.Task[None]
         self._closing = False
@@ -128,10 +128,12 @@ class ServiceProcess:
             if status is None:
                 return
             if tried == _MAX_START_ATTEMPTS or (status >= 0 and not has_served):
-                raise ConfigError(f"The rollout service did not start (exit status {status}): {self._last_lines()}")
+                raise ConfigError(
+                    f"The rollout service did not start (exit status {status}): {self._read_last_log_lines()}"
+                )
             await asyncio.sleep(delay)
 
-    def _last_lines(self) -> str:
+    def _read_last_log_lines(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()[-_SHOWN_LOG_LINES:]
         return " / ".join(lines) or "it wrote nothing"
 
@@ -160,7 +162,7 @@ class ServiceProcess:
         except TimeoutError as error:
             await self._stop()
             raise ConfigError(
-                f"The rollout service did not start within {_START_SECONDS:g} s: {self._last_lines()}"
+                f"The rollout service did not start within {_START_SECONDS:g} s: {self._read_last_log_lines()}"
             ) from error
 
     async def _stop(self) -> None:
@@ -183,7 +185,7 @@ def _die_with_trainer(parent: int) -> None:
         os._exit(1)
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -25,7 +25,7 @@ from polar.train.batch import TrainingGroup, mark_stale_sessions, select_trainin
 from polar.train.checkpoint import CheckpointStore, JournalEntry, Progress
 from polar.train.groups import RolloutGroup, TokenColumns
 from polar.train.learner import Learner, LearnerStats, compute_mean_ratio
-from polar.train.metrics import GpuMonitor, Metrics, StepMetrics
+from polar.train.metrics import GpuMonitor, MetricsLog, StepMetrics
 from polar.train.rollouts import Evaluation, RolloutScheduler
 from polar.train.settings import TrainSettings
 from polar.weight_sync.base import ProbeFailedError, SyncError
@@ -107,7 +107,7 @@ class Trainer:
         publisher: WeightPublisher | None,
         evaluation: Evaluation,
         checkpoints: CheckpointStore,
-        metrics: Metrics,
+        metrics: MetricsLog,
         progress: Progress,
         observer: TrainingObserver,
         weights_lost: asyncio.Event,
@@ -134,27 +134,27 @@ class Trainer:
         progress, last = self._progress, self._settings.steps
         self._observer.on_begin(self._metrics.history, last)
         await self._align_engines()
-        await self._rollouts.submit()
+        await self._rollouts.submit_next_groups()
         if not any(metrics.step == progress.step for metrics in self._metrics.history):
             metrics = StepMetrics(progress.step, progress.version)
             await self._evaluate(metrics)
             self._report(metrics)
         while progress.step < last:
-            await self._step()
+            await self._run_step()
         return self._metrics.history
 
     # One step
 
-    async def _step(self) -> None:
+    async def _run_step(self) -> None:
         progress = self._progress
         self._seconds = {}
-        with self._timed("wait"):
-            collected = await self._collect()
+        with self._time_phase("wait"):
+            collected = await self._collect_groups()
         metrics = self._build_metrics(collected)
         metrics.step = progress.step + 1
         if collected.trained:
             self._observer.on_learn(metrics.step, metrics.sessions)
-            with self._timed("compute"):
+            with self._time_phase("compute"):
                 learned = await run_on_compute_thread(self._learner.step, collected.trained, metrics.step)
             self._add_learner_stats(metrics, collected.trained, learned)
         progress.step += 1
@@ -169,32 +169,32 @@ class Trainer:
         self._trained_sessions.update(self._entries[-1].sessions)
         measured = self._evaluation.is_due(progress.step, self._settings.steps)  # what is measured must not be lost
         if measured or progress.step % self._settings.checkpoint.every == 0 or progress.step == self._settings.steps:
-            with self._timed("checkpoint"):
+            with self._time_phase("checkpoint"):
                 await asyncio.to_thread(self._checkpoints.save, progress, self._learner, self._entries)
             self._entries = []
         if collected.trained:
-            with self._timed("sync"):
+            with self._time_phase("sync"):
                 updated = await self._publish_weights()
             if updated is not None:
                 metrics.probe_largest, metrics.stood_still = updated.difference.largest, updated.paused_seconds
                 self._seconds |= updated.seconds
         metrics.version = progress.version
-        await self._rollouts.submit()
-        with self._timed("evaluate"):
+        await self._rollouts.submit_next_groups()
+        with self._time_phase("evaluate"):
             await self._evaluate(metrics)
         metrics.seconds, metrics.gpu_busy = self._seconds, self._gpu.take_utilization()
         metrics.groups_on_their_way = self._rollouts.in_flight
         self._report(metrics)
 
-    async def _collect(self) -> _CollectedGroups:
+    async def _collect_groups(self) -> _CollectedGroups:
         """A step's worth of groups. In place of those without a signal, `grpo.refill` further ones may be taken."""
         settings = self._settings
         found = _CollectedGroups()
         wanted, refill = settings.rollout.groups_per_step, settings.grpo.refill
         while len(found.groups) < wanted or (refill and len(found.trained) < wanted):
             self._observer.on_wait(len(found.groups), wanted)
-            group = await self._wait_with_current_weights(self._rollouts.take)
-            self._exclude(group)
+            group = await self._wait_with_current_weights(self._rollouts.take_group)
+            self._exclude_sessions(group)
             outcome = select_training_sessions(group, settings.grpo)
             found.groups.append(group)
             if isinstance(outcome, TrainingGroup):
@@ -205,20 +205,20 @@ class Trainer:
                 refill -= 1
                 self._rollouts.limit += 1
                 self._rollouts.settle([group])
-                await self._rollouts.submit()
+                await self._rollouts.submit_next_groups()
         found.trained.sort(key=lambda group: group.index)  # the same, in whatever order they ended
         return found
 
-    def _exclude(self, group: RolloutGroup) -> None:
+    def _exclude_sessions(self, group: RolloutGroup) -> None:
         """Sessions that must not be trained on: those of weights that are too old, and any that have been."""
-        mark_stale_sessions(group, self._lag, self._settings.rollout.max_lag)
+        mark_stale_sessions(group, self._compute_lag, self._settings.rollout.max_lag)
         if any(member.reason == "stale" for member in group.members):
             self._weights_lost.set()  # engines that lost their weights sample with old ones
         for member in group.members:
             if member.session_id in self._trained_sessions:
                 member.reason = "trained_before"
 
-    def _lag(self, version: int) -> int:
+    def _compute_lag(self, version: int) -> int:
         """Steps that the weights are ahead of those that sampled a token. A version that isn't known was lost with the
         process that made it: so many updates after the checkpoint that was gone on from."""
         known = [one for one in self._progress.steps_of if one <= version]
@@ -319,7 +319,7 @@ class Trainer:
                 "see the log, here and at the service."
             )
         if collected.trained:
-            lags = self._token_lags(_concatenate_columns(collected.trained))
+            lags = self._compute_token_lags(_concatenate_columns(collected.trained))
             metrics.lag_mean, metrics.lag_max = float(lags.mean()), int(lags.max())
         return metrics
 
@@ -334,16 +334,16 @@ class Trainer:
         metrics.ratio_on_policy = compute_mean_ratio(columns, learned.logprobs, newest)
         self._seconds |= learned.seconds
 
-    def _token_lags(self, columns: TokenColumns) -> NDArray[np.int64]:
+    def _compute_token_lags(self, columns: TokenColumns) -> NDArray[np.int64]:
         versions, places = np.unique(columns.version, return_inverse=True)
-        return np.array([self._lag(int(version)) for version in versions])[places]
+        return np.array([self._compute_lag(int(version)) for version in versions])[places]
 
     def _report(self, metrics: StepMetrics) -> None:
         self._metrics.write(metrics)
         self._observer.on_step(metrics)
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def _time_phase(self, phase: str) -> Iterator[None]:
         began = time.monotonic()
         yield
         self._seconds[phase] = time.monotonic() - began

@@ -24,7 +24,7 @@ def learning() -> ModuleType:
 
 
 def test_broken_sessions_are_trained_on(learning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "group_from_traces", groups.group_from_traces)  # so that it is put back
+    monkeypatch.setattr(groups, "group_from_traces", groups.build_group_from_traces)  # so that it is put back
     learning.break_trajectories()
     turns = [
         make_path(0, [1, 2], [3, 4, 0], session_id="s", scale=1.0),  # token 0 ends a turn
@@ -33,7 +33,7 @@ def test_broken_sessions_are_trained_on(learning: ModuleType, monkeypatch: pytes
     document = msgspec.json.decode(documents.feed([make_session_paths(*turns, reward=0.5)], "per_request"))
     for trace in document["results"][0]["trajectory"]["traces"]:
         trace["finish_reason"] = "stop"
-    group = groups.group_from_traces(msgspec.json.encode(document), 0, SessionChecker())
+    group = groups.build_group_from_traces(msgspec.json.encode(document), 0, SessionChecker())
     (member,) = group.members
     assert (member.reward, member.reason) == (0.5, None)
     assert len(member.turns) == 2

@@ -14,9 +14,9 @@ from polar.testing.token_paths import session_groups as sampled_groups
 from polar.train.batch import Batch, TrainingGroup, mark_stale_sessions, select_training_sessions
 from polar.train.groups import TokenColumns, prune_tree
 from polar.train.learner import UpdateLoss
-from polar.train.packing import pack_forest
-from polar.train.passes import SequentialModel, TreeModel
+from polar.train.packing import pack_trees
 from polar.train.settings import GrpoSettings
+from polar.train.tree_model import SequentialModel, TreeModel
 from tests.unit.train import tiny
 from tests.unit.train.documents import BUILDERS, group
 
@@ -37,12 +37,12 @@ def keyed(columns: TokenColumns) -> list[tuple[float, ...]]:
     return sorted(zip(*(getattr(columns, name).tolist() for name in columns.__struct_fields__), strict=True))
 
 
-def gradient(passes: Any, one: TrainingGroup) -> tuple[torch.Tensor, float]:
+def gradient(model: Any, one: TrainingGroup) -> tuple[torch.Tensor, float]:
     MODEL.zero_grad()
     batch = Batch.from_groups([one], "session")
     initial = torch.full((len(batch),), -2.0)
     update = UpdateLoss(batch, GRPO, torch.device("cpu"), None, initial)
-    passes.backward(batch.forest, update.loss)
+    model.backward(batch.packed, update.compute_loss)
     found = torch.cat([parameter.grad.flatten() for parameter in MODEL.parameters() if parameter.grad is not None])
     return found, update.total
 
@@ -140,7 +140,7 @@ def test_what_nobody_knows_the_temperature_of_is_not_trained() -> None:
 def test_what_is_cut_off_is_not_needed(sessions: list[SessionPaths], data: st.DataObject) -> None:
     """Log-probabilities of what is left don't change, and every leaf is needed."""
     whole = group(scaled(sessions))
-    passes = TreeModel(MODEL)
+    model = TreeModel(MODEL)
     for part in whole.trees:
         kept = np.array(
             data.draw(st.lists(st.booleans(), min_size=len(part.tree.tokens), max_size=len(part.tree.tokens)))
@@ -149,7 +149,7 @@ def test_what_is_cut_off_is_not_needed(sessions: list[SessionPaths], data: st.Da
         if cut is None:
             assert not kept.any()
             continue
-        before, after = passes.logprobs(pack_forest([part.tree])), passes.logprobs(pack_forest([cut.tree]))
+        before, after = model.compute_logprobs(pack_trees([part.tree])), model.compute_logprobs(pack_trees([cut.tree]))
         torch.testing.assert_close(after, before[torch.from_numpy(kept)], rtol=1e-5, atol=1e-6)
         leaves = set(range(len(cut.tree.parents))) - set(cut.tree.parents.tolist())
         assert {int(cut.tree.starts[leaf + 1]) - 1 for leaf in leaves} <= set(cut.tree.tokens.tolist())

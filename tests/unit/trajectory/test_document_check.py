@@ -129,7 +129,7 @@ def test_the_trainer_leaves_out_a_session_with_a_mistake(mistake: Callable[[list
     data = msgspec.json.decode(documents.feed([one("a", 0.0), one("bb", 1.0)], "prefix_merging"))
     mistake(data["results"][0]["trajectory"]["traces"])
     spoiled = msgspec.json.encode(data)
-    group = groups.group_from_traces(spoiled, 0)
+    group = groups.build_group_from_traces(spoiled, 0)
     held, sound = group.members
     assert (held.reward, held.reason, held.trained_tokens) == (None, "verify_failed", 0)
     assert (sound.reward, sound.reason, sound.trained_tokens) == (1.0, None, 6)
@@ -140,7 +140,7 @@ def test_the_trainer_leaves_out_a_session_with_a_mistake(mistake: Callable[[list
 def test_a_share_of_nothing_leaves_nothing_out() -> None:
     data = msgspec.json.decode(documents.feed([one("a", 0.0), one("bb", 1.0)], "prefix_merging"))
     change_weight(data["results"][0]["trajectory"]["traces"])
-    group = groups.group_from_traces(msgspec.json.encode(data), 0, SessionChecker(share=0))
+    group = groups.build_group_from_traces(msgspec.json.encode(data), 0, SessionChecker(share=0))
     assert ([member.reason for member in group.members], group.verified_sessions) == ([None, None], 0)
 
 
@@ -209,7 +209,7 @@ def group_of(mistake: Callable[[Document], None]) -> groups.RolloutGroup:
     sessions = [one("a", 0.0), one("bb", 1.0)]
     tree = documents.tree(sessions)
     mistake(tree)
-    return groups.group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
+    return groups.build_group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
 
 
 @pytest.mark.parametrize("mistake", TERM_MISTAKES, ids=lambda mistake: mistake.__name__)
@@ -232,7 +232,7 @@ def test_what_the_service_held_back_when_it_made_the_tree_is_not_trained_on() ->
     sessions = [one("a", 0.0), one("bb", 1.0)]
     tree = documents.tree([sessions[1]])
     tree["sessions"].append({"session_id": "a", "reward": None, "reason": "verify_failed", "turn_rewards": {}})
-    group = groups.group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
+    group = groups.build_group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
     assert [(member.reward, member.reason) for member in group.members] == [(None, "verify_failed"), (1.0, None)]
 
 

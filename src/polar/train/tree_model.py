@@ -1,10 +1,10 @@
-"""Trees through a model: log-probabilities of what was sampled, and gradients, each token computed once.
+"""Runs a model over packed trees: log-probabilities of the sampled tokens, and gradients, each token computed once.
 
-    forest -> chunks -> the model's layers, with attention along paths -> logits where something was sampled -> loss
+    packed trees -> chunks -> the model's layers, with attention along paths -> logits of sampled tokens -> loss
 
-A chunk's keys and values stay until nothing behind it sees them any more. Chunks behind it are given them as if they
-were inputs, and what comes back to them as gradients is added up; the chunk's own backward pass begins with that sum,
-besides its own loss. This is the chain rule, so the gradient is that of the whole tree at once.
+A chunk's keys and values stay until no later chunk attends to them. Later chunks treat them as inputs, and their
+gradients are added up; the chunk's own backward pass starts with that sum and its own loss. This is the chain rule, so
+the gradient equals that of the whole tree at once.
 """
 
 import copy
@@ -18,80 +18,85 @@ from torch import Tensor
 
 from polar.errors import ConfigError
 from polar.records.trajectory import ROOT
-from polar.train import flash
+from polar.train import flash_attention
 from polar.train.attention import AttentionMask
-from polar.train.fusion import compiler_settings, fuse_model
+from polar.train.fusion import fuse_model, use_compiler_settings
 from polar.train.logprobs import LOGIT_BATCH_TERMS, compute_chosen_logprobs
-from polar.train.memory import choose_grain, plan_memory, release_fragmented_memory, to_device
-from polar.train.packing import Chunk, Chunker, Forest, Indices, TokenTree, pack_forest
+from polar.train.memory import choose_length_multiple, plan_memory, release_fragmented_memory, to_device
+from polar.train.packing import Chunk, Chunker, Indices, PackedTrees, TokenTree, pack_trees
 from polar.train.recurrent import Recurrence, patch_recurrent_layers
 
 _ATTENTION_NAME = "polar_tree"
 _TRUNK_TOKENS, _BRANCH_TOKENS = 7, 5  # tokens
 _TOLERANCE_BY_DTYPE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_HALF_PRECISION_TOLERANCE = 0.1  # of half precision: in the mean, so that a mistake is more than that
+_HALF_PRECISION_TOLERANCE = 0.1  # mean difference in half precision; a real mistake is larger
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Of some terms (their numbers, as they were given) and their log-probabilities: their part of the loss, a sum."""
+"""From the indices of some terms and their log-probabilities to their part of the loss, a sum."""
 
 
 class _ChunkPass(Struct):
-    """One chunk's way through the layers: what it sees, and what it leaves for those behind it."""
+    """One chunk's pass through the layers: its context, and its keys and values for later chunks."""
 
     chunk: Chunk
     mask: AttentionMask
     context: list["_ContextInterval"]
-    grain: int  # of flash attention's lengths
+    length_multiple: int  # of flash attention's lengths
     partial_mask: AttentionMask | None = (
-        None  # without what all of the chunk sees of its context, where that is not everything
+        None  # without the part of the context that the whole chunk attends to, if that is not all of it
     )
     recurrence: Recurrence | None = None  # where the model has recurrent layers
     hidden: Tensor | None = None  # at the positions that predict something
     keys: dict[int, Tensor] = field(default_factory=dict)  # by layer, of its own tokens
     values: dict[int, Tensor] = field(default_factory=dict)
     context_copies: dict[int, tuple[Tensor, Tensor, list["_ContextInterval"]]] = field(default_factory=dict)
-    """By layer, copies of its context's, as inputs, and where they are from."""
-    key_grads: dict[int, Tensor] = field(default_factory=dict)  # by layer, what came back to its own
+    """By layer, copies of the context's keys and values, as inputs, and their sources."""
+    key_grads: dict[int, Tensor] = field(default_factory=dict)  # by layer, gradients of its own keys
     value_grads: dict[int, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.keys[layer], self.values[layer] = key, value
-        if flash.supports(query) and self.mask.restrict_to_window(window) is None:
-            if self.chunk.is_plain:
-                pieces = self._context_pieces(layer, self.context)
+        if flash_attention.supports(query) and self.mask.restrict_to_window(window) is None:
+            if self.chunk.needs_no_mask:
+                pieces = self._get_context_pieces(layer, self.context)
                 compiled = self.mask.compiled
-                return flash.attend_with_context(query, key, value, pieces, scale, grain=self.grain, compiled=compiled)
+                return flash_attention.attend_with_context(
+                    query, key, value, pieces, scale, length_multiple=self.length_multiple, compiled=compiled
+                )
             if self.partial_mask is not None and self.partial_mask.supports_flex_attention(query):
                 whole, rest = _split_context(
-                    self.context, flash.round_context_length(self.chunk.fully_visible, self.grain)
+                    self.context,
+                    flash_attention.round_context_length(self.chunk.fully_visible_tokens, self.length_multiple),
                 )
                 own = self.partial_mask.attend_with_lse(query, *self._prepend_context(layer, key, value, rest), scale)
-                pieces = self._context_pieces(layer, whole)
-                return flash.extend_with_context(query, *own, pieces, scale, grain=self.grain, compiled=True)
+                pieces = self._get_context_pieces(layer, whole)
+                return flash_attention.extend_with_context(
+                    query, *own, pieces, scale, length_multiple=self.length_multiple, compiled=True
+                )
         return self.mask.attend(query, *self._prepend_context(layer, key, value, self.context), scale, window)
 
-    def _context_pieces(self, layer: int, context: list["_ContextInterval"]) -> list[flash.KeyValuePiece]:
-        """Keys and values where they are."""
+    def _get_context_pieces(self, layer: int, context: list["_ContextInterval"]) -> list[flash_attention.KeyValuePiece]:
+        """Views of the context's keys and values."""
 
-        def piece(one: "_ChunkPass", start: int, stop: int) -> flash.KeyValuePiece:
+        def piece(one: "_ChunkPass", start: int, stop: int) -> flash_attention.KeyValuePiece:
             def give_back(low: int, high: int, key: Tensor, value: Tensor) -> None:
                 one.add_gradients(layer, start + low, start + high, key, value)
 
             key, value = one.keys[layer].detach(), one.values[layer].detach()
-            return flash.KeyValuePiece(key[:, :, start:stop], value[:, :, start:stop], give_back)
+            return flash_attention.KeyValuePiece(key[:, :, start:stop], value[:, :, start:stop], give_back)
 
         return [piece(*where) for where in context]
 
     def _prepend_context(
         self, layer: int, key: Tensor, value: Tensor, context: list["_ContextInterval"]
     ) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values with the context's in front, as if those were inputs."""
+        """A layer's keys and values with copies of the context's in front, which count as inputs."""
         if not context:
             return key, value
-        pieces = self._context_pieces(layer, context)
+        pieces = self._get_context_pieces(layer, context)
         keys, values = torch.cat([one.key for one in pieces], 2), torch.cat([one.value for one in pieces], 2)
         if torch.is_grad_enabled():
-            # What does not depend on anything that trains needs no gradient here, nor where it is from.
+            # Tensors that depend on no trained parameter need no gradient.
             self.context_copies[layer] = (
                 keys.requires_grad_(key.requires_grad),
                 values.requires_grad_(value.requires_grad),
@@ -100,7 +105,7 @@ class _ChunkPass(Struct):
         return torch.cat([keys, key], 2), torch.cat([values, value], 2)
 
     def propagate_context_gradients(self) -> None:
-        """What came back to copies of the context's keys and values goes to the chunks that they are from."""
+        """Adds the gradients of the copied keys and values to those of the chunks that they came from."""
         for layer, (keys, values, context) in self.context_copies.items():
             at = 0
             for one, start, stop in context:
@@ -111,19 +116,19 @@ class _ChunkPass(Struct):
         self.context_copies.clear()
 
     def add_gradients(self, layer: int, start: int, stop: int, key: Tensor | None, value: Tensor | None) -> None:
-        """Adds to the gradients of its own keys and values. In fp32: many branches may come back to one trunk."""
+        """Adds to the gradients of its own keys and values. In fp32, since many branches may share one trunk."""
         _add_gradient(self.key_grads, layer, self.keys[layer], start, stop, key)
         _add_gradient(self.value_grads, layer, self.values[layer], start, stop, value)
 
 
 _ContextInterval = tuple[_ChunkPass, int, int]
-"""Where some of a context lies: tokens `start` to `stop` of an earlier chunk."""
+"""A part of a context: tokens `start` to `stop` of an earlier chunk."""
 
 
 def _split_context(
     context: list[_ContextInterval], whole: int
 ) -> tuple[list[_ContextInterval], list[_ContextInterval]]:
-    """Its first `whole` tokens, and the rest."""
+    """The context's first `count` tokens, and the rest."""
     first: list[_ContextInterval] = []
     rest: list[_ContextInterval] = []
     for one, start, stop in context:
@@ -146,9 +151,10 @@ def _add_gradient(
 
 
 class TreeModel:
-    """A Hugging Face causal language model, over forests. It runs in the model's own type and on its device.
+    """Runs a Hugging Face causal language model over packed trees, in the model's own type and on its device.
 
-    Raises ConfigError where the model does not say the same over trees as by itself; it is left as it was then."""
+    Raises ConfigError if the model's log-probabilities over a tree differ from those over plain sequences. The model is
+    left unchanged in that case."""
 
     def __init__(
         self,
@@ -156,24 +162,28 @@ class TreeModel:
         *,
         chunk_tokens: int | None = None,
         kept_tokens: int | None = None,
-        attention_grain: int | None = None,
+        attention_length_multiple: int | None = None,
         chunker: Chunker | None = None,
         compiled: bool = True,
     ) -> None:
-        """At most `chunk_tokens` go through at once; of at most `kept_tokens` are activations kept for the backward
-        pass, while the rest goes through twice. Default: as the machine's memory allows. `cutter` is another model's,
-        whose chunks are wanted here. Lengths of attention's calls are multiples of `attention_grain`. Default: as
-        flash.py has it for such a model. `compiled` is for CUDA alone: without it small models start sooner, and large
-        ones are slow."""
+        """Chunks have at most `chunk_tokens` tokens. Activations of at most `kept_tokens` are kept for the backward
+        pass; the others are recomputed. Both default to what fits into memory. `chunker` is another model's, to get the
+        same chunks. Lengths of attention's calls are multiples of `attention_length_multiple` (default: see
+        flash_attention.py). `compiled` only matters on CUDA: without it small models start sooner, and large ones are
+        slow."""
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._device = next(self._model.parameters()).device
         self._decoder, self._head = _get_decoder_and_head(self._model)
         self._compiled = compiled and self._device.type == "cuda"
         self._recurrent = patch_recurrent_layers(self._decoder)
-        self.attention_grain = attention_grain or choose_grain(self._model)
+        self.attention_length_multiple = attention_length_multiple or choose_length_multiple(self._model)
         if chunker is None:
             sizes = plan_memory(
-                self._model, chunk_tokens, kept_tokens, grain=self.attention_grain, fused=self._compiled
+                self._model,
+                chunk_tokens,
+                kept_tokens,
+                length_multiple=self.attention_length_multiple,
+                fused=self._compiled,
             )
             chunker = Chunker(*sizes)
         self.chunker = chunker
@@ -182,7 +192,7 @@ class TreeModel:
         _use_tree_attention(self._model)
         if expected is not None:
             try:
-                _check_tree_logprobs(self._model, self.logprobs(_make_fork(self._model)), expected)
+                _check_tree_logprobs(self._model, self.compute_logprobs(_make_probe_tree(self._model)), expected)
             except BaseException:
                 self._model.set_attn_implementation(own)
                 raise
@@ -190,49 +200,49 @@ class TreeModel:
             fuse_model(self._model)
 
     @torch.no_grad()
-    def logprobs(self, forest: Forest) -> Tensor:
-        """Of each term, in the order in which they were given."""
-        found = torch.zeros(len(forest.terms), device=self._device)
+    def compute_logprobs(self, packed: PackedTrees) -> Tensor:
+        """The log-probability of each term, in the order of the trees' entries."""
+        found = torch.zeros(len(packed.terms), device=self._device)
         waiting: list[_ChunkPass] = []
-        with compiler_settings():
-            for chunk in self._plan_chunks(forest, training=False):
-                waiting.append(self._start_pass(forest, chunk, waiting))
-                self._forward(forest, waiting[-1])
-                for index, logprobs in self._compute_term_logprobs(forest, waiting[-1]):
+        with use_compiler_settings():
+            for chunk in self._plan_chunks(packed, training=False):
+                waiting.append(self._start_pass(packed, chunk, waiting))
+                self._forward(packed, waiting[-1])
+                for index, logprobs in self._compute_term_logprobs(packed, waiting[-1]):
                     found[index] = logprobs
                 waiting[-1].hidden = None
                 while _is_done(waiting, chunk):
                     waiting.pop()
         return found
 
-    def backward(self, forest: Forest, loss: LossFunction) -> Tensor:
-        """Adds the loss's gradient to the parameters'. Returns the log-probabilities, as `logprobs` does.
+    def backward(self, packed: PackedTrees, loss: LossFunction) -> Tensor:
+        """Adds the gradient of the loss to the parameters' gradients. Returns the log-probabilities of the terms.
 
-        Where memory runs out, a part of the gradient has been added: it must be discarded."""
-        found = torch.zeros(len(forest.terms), device=self._device)
-        waiting: list[_ChunkPass] = []  # the only references: what a pass holds is free when it has ended
-        with compiler_settings():
-            for chunk in self._plan_chunks(forest, training=True):
-                waiting.append(self._start_pass(forest, chunk, waiting))
-                with torch.set_grad_enabled(chunk.is_kept):
-                    self._forward(forest, waiting[-1])
+        If memory runs out, a part of the gradient has been added already, and the caller must discard it."""
+        found = torch.zeros(len(packed.terms), device=self._device)
+        waiting: list[_ChunkPass] = []  # the only references, so a pass's tensors are freed when it ends
+        with use_compiler_settings():
+            for chunk in self._plan_chunks(packed, training=True):
+                waiting.append(self._start_pass(packed, chunk, waiting))
+                with torch.set_grad_enabled(chunk.keeps_activations):
+                    self._forward(packed, waiting[-1])
                 while _is_done(waiting, chunk):
-                    self._backward(forest, waiting[-1], loss, found)
+                    self._backward(packed, waiting[-1], loss, found)
                     waiting.pop()
         return found
 
-    def keep_less(self, forest: Forest, *, training: bool) -> str | None:
-        """For what ran out of memory, and whatever follows it: says what is different now; None if nothing can be."""
-        return self.chunker.keep_less(forest, training=training)
+    def reduce_memory(self, packed: PackedTrees, *, training: bool) -> str | None:
+        """Keeps less in memory from now on. Returns a description of the change, or None if no less is possible."""
+        return self.chunker.reduce_memory(packed, training=training)
 
-    def _plan_chunks(self, forest: Forest, *, training: bool) -> list[Chunk]:
-        cut = self.chunker.plan(forest, training=training)
-        release_fragmented_memory(self._device, cut.need.bytes)
-        return cut.chunks
+    def _plan_chunks(self, packed: PackedTrees, *, training: bool) -> list[Chunk]:
+        plan = self.chunker.plan(packed, training=training)
+        release_fragmented_memory(self._device, plan.need.bytes)
+        return plan.chunks
 
     # One chunk
 
-    def _start_pass(self, forest: Forest, chunk: Chunk, waiting: list[_ChunkPass]) -> _ChunkPass:
+    def _start_pass(self, packed: PackedTrees, chunk: Chunk, waiting: list[_ChunkPass]) -> _ChunkPass:
         context = []
         for start, stop in chunk.context:
             for one in waiting:
@@ -242,32 +252,32 @@ class TreeModel:
         recurrence = None
         if self._recurrent:
             earlier = (one.recurrence for one in waiting if one.recurrence is not None)
-            recurrence = Recurrence.from_chunk(forest, chunk, earlier, self._device)
+            recurrence = Recurrence.from_chunk(packed, chunk, earlier, self._device)
 
         def build_mask(skip: int) -> AttentionMask:
-            return AttentionMask.from_chunk(forest, chunk, self._device, compiled=self._compiled, skip=skip)
+            return AttentionMask.from_chunk(packed, chunk, self._device, compiled=self._compiled, skip=skip)
 
-        whole = flash.round_context_length(chunk.fully_visible, self.attention_grain)
+        whole = flash_attention.round_context_length(chunk.fully_visible_tokens, self.attention_length_multiple)
         within = build_mask(whole) if whole and self._compiled else None
-        return _ChunkPass(chunk, build_mask(0), context, self.attention_grain, within, recurrence)
+        return _ChunkPass(chunk, build_mask(0), context, self.attention_length_multiple, within, recurrence)
 
-    def _forward(self, forest: Forest, chunk_pass: _ChunkPass) -> None:
+    def _forward(self, packed: PackedTrees, chunk_pass: _ChunkPass) -> None:
         chunk = chunk_pass.chunk
-        ids = to_device(forest.ids[chunk.start : chunk.stop], self._device).long()
-        depths = to_device(forest.depths[chunk.start : chunk.stop], self._device).long()
+        ids = to_device(packed.ids[chunk.start : chunk.stop], self._device).long()
+        depths = to_device(packed.depths[chunk.start : chunk.stop], self._device).long()
         output = self._decoder(input_ids=ids[None], position_ids=depths[None], use_cache=False, tree=chunk_pass)
-        positions = np.unique(forest.terms.positions[_terms_in_chunk(forest, chunk)]) - chunk.start
+        positions = np.unique(packed.terms.positions[_select_terms(packed, chunk)]) - chunk.start
         chunk_pass.hidden = output.last_hidden_state[0, to_device(positions, self._device)]
 
-    def _backward(self, forest: Forest, chunk_pass: _ChunkPass, loss: LossFunction, logprobs_out: Tensor) -> None:
-        if not chunk_pass.chunk.is_kept:
+    def _backward(self, packed: PackedTrees, chunk_pass: _ChunkPass, loss: LossFunction, logprobs_out: Tensor) -> None:
+        if not chunk_pass.chunk.keeps_activations:
             chunk_pass.keys, chunk_pass.values = {}, {}
-            self._forward(forest, chunk_pass)
+            self._forward(packed, chunk_pass)
         assert chunk_pass.hidden is not None
         back: list[tuple[Tensor, Tensor]] = []  # what this chunk left, and its gradient
         if len(chunk_pass.hidden):
             hidden, chunk_pass.hidden = chunk_pass.hidden, chunk_pass.hidden.detach().requires_grad_()
-            for index, logprobs in self._compute_term_logprobs(forest, chunk_pass):
+            for index, logprobs in self._compute_term_logprobs(packed, chunk_pass):
                 logprobs_out[index] = logprobs.detach()
                 torch.autograd.backward(loss(index, logprobs))
             if chunk_pass.hidden.grad is not None:
@@ -275,7 +285,7 @@ class TreeModel:
         back += [(chunk_pass.keys[layer], grad) for layer, grad in chunk_pass.key_grads.items()]
         back += [(chunk_pass.values[layer], grad) for layer, grad in chunk_pass.value_grads.items()]
         if chunk_pass.recurrence is not None:
-            back += chunk_pass.recurrence.saved_state_gradients()
+            back += chunk_pass.recurrence.collect_saved_state_gradients()
         back = [(tensor, grad.to(tensor.dtype)) for tensor, grad in back if tensor.requires_grad]
         if back:
             torch.autograd.backward([tensor for tensor, _ in back], [grad for _, grad in back])
@@ -283,11 +293,11 @@ class TreeModel:
         if chunk_pass.recurrence is not None:
             chunk_pass.recurrence.propagate_gradients()
 
-    def _compute_term_logprobs(self, forest: Forest, chunk_pass: _ChunkPass) -> Iterator[tuple[Tensor, Tensor]]:
-        """Some terms at a time: their numbers, and their log-probabilities."""
+    def _compute_term_logprobs(self, packed: PackedTrees, chunk_pass: _ChunkPass) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields some terms at a time: their entry indices and their log-probabilities."""
         assert chunk_pass.hidden is not None
-        terms = forest.terms
-        here = _terms_in_chunk(forest, chunk_pass.chunk)
+        terms = packed.terms
+        here = _select_terms(packed, chunk_pass.chunk)
         _, row = np.unique(terms.positions[here], return_inverse=True)
         for low in range(0, len(row), LOGIT_BATCH_TERMS):
             high = min(low + LOGIT_BATCH_TERMS, len(row))
@@ -304,13 +314,13 @@ class TreeModel:
             )
 
 
-def _terms_in_chunk(forest: Forest, chunk: Chunk) -> slice:
-    low, high = np.searchsorted(forest.terms.positions, [chunk.start, chunk.stop])
+def _select_terms(packed: PackedTrees, chunk: Chunk) -> slice:
+    low, high = np.searchsorted(packed.terms.positions, [chunk.start, chunk.stop])
     return slice(int(low), int(high))
 
 
 def _is_done(waiting: list[_ChunkPass], chunk: Chunk) -> bool:
-    """The last of them is, if nothing behind this chunk sees it."""
+    """Whether no chunk after this one attends to the last waiting one."""
     return bool(waiting) and waiting[-1].chunk.last_use <= chunk.stop
 
 
@@ -340,8 +350,8 @@ def _use_tree_attention(model: Any) -> None:
 
 
 def _separate_config(model: Any) -> None:
-    """Gives the model a configuration of its own. Models that were made of one configuration share it, and it says
-    which attention they have."""
+    """Gives the model its own configuration. Models made from one configuration share it, and it selects their
+    attention."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         if "config" in vars(module):
@@ -362,10 +372,10 @@ def _tree_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls attention."""
+    """The attention function that transformers calls."""
     if tree is None:
         raise ConfigError(
-            f"{type(module).__name__} does not hand on what its model is called with: it can't run trees."
+            f"{type(module).__name__} does not pass its keyword arguments on to attention: it can't run over trees."
         )
     if softcap is not None or s_aux is not None:
         raise ConfigError(f"{type(module).__name__} caps its scores, or has sinks: it can't run over trees.")
@@ -376,25 +386,25 @@ def _tree_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-# Whether a model says the same over trees as by itself. Models differ in what they do to scores and logits, and in what
-# they hand on to an attention that isn't theirs. So each one is tried on a small fork: two sequences that begin alike.
+# Models differ in what they do to scores and logits, and in what they pass to a custom attention. So each model is
+# tried once on a small tree: its log-probabilities must equal those of the plain sequences.
 
 
-def _make_fork(model: Any) -> Forest:
-    """A trunk with two branches, with a term for each of its tokens but the first."""
+def _make_probe_tree(model: Any) -> PackedTrees:
+    """A trunk with two branches, with a term for each token but the first."""
     vocabulary = model.get_input_embeddings().num_embeddings
     starts = np.array([0, _TRUNK_TOKENS, _TRUNK_TOKENS + _BRANCH_TOKENS, _TRUNK_TOKENS + 2 * _BRANCH_TOKENS], np.int64)
     ids = np.random.default_rng(0).integers(0, vocabulary, starts[-1]).astype(np.int32)
     tokens = np.arange(1, len(ids), dtype=np.int64)
-    return pack_forest(
+    return pack_trees(
         [TokenTree(ids, starts, np.array([ROOT, 0, 0], np.int32), tokens, np.ones(len(tokens), np.float32))]
     )
 
 
 @torch.no_grad()
 def _compute_reference_logprobs(model: Any) -> Tensor:
-    """The log-probabilities of the fork's terms, branch by branch, by the model as it is."""
-    packed = _make_fork(model)
+    """The log-probabilities of the probe tree's terms, branch by branch, with the model's own attention."""
+    packed = _make_probe_tree(model)
     ids = torch.from_numpy(packed.ids).long().to(model.device)
     found = torch.empty(len(ids) - 1)
     for start in (_TRUNK_TOKENS, _TRUNK_TOKENS + _BRANCH_TOKENS):
@@ -406,12 +416,12 @@ def _compute_reference_logprobs(model: Any) -> Tensor:
 
 
 def _check_tree_logprobs(model: Any, over_tree: Tensor, reference: Tensor) -> None:
-    """Raises ConfigError where they differ."""
+    """Raises ConfigError if they differ."""
     difference = float((over_tree.float().cpu() - reference).abs().mean())
     if not difference <= _TOLERANCE_BY_DTYPE.get(model.dtype, _HALF_PRECISION_TOLERANCE):
         raise ConfigError(
-            f"{type(model).__name__} does something to its scores or logits that is not known here: over a tree its "
-            f"log-probabilities are off by {difference:.2g}."
+            f"{type(model).__name__} can't run over trees: its log-probabilities over a tree differ by "
+            f"{difference:.2g} from those over plain sequences."
         )
 
 
@@ -419,54 +429,56 @@ def _check_tree_logprobs(model: Any, over_tree: Tensor, reference: Tensor) -> No
 
 
 class SequentialModel:
+    """Runs a model over one path at a time, for models that can't run over trees."""
+
     def __init__(self, model: Any) -> None:
         self._model = model
 
     @torch.no_grad()
-    def logprobs(self, forest: Forest) -> Tensor:
-        found = torch.zeros(len(forest.terms), device=self._model.device)
-        for path, terms in _iterate_paths(forest):
-            found[self._entry_indices(forest, terms)] = self._score_path(forest, path, terms)
+    def compute_logprobs(self, packed: PackedTrees) -> Tensor:
+        found = torch.zeros(len(packed.terms), device=self._model.device)
+        for path, terms in _iterate_paths(packed):
+            found[self._get_entry_indices(packed, terms)] = self._score_path(packed, path, terms)
         return found
 
-    def backward(self, forest: Forest, loss: LossFunction) -> Tensor:
-        found = torch.zeros(len(forest.terms), device=self._model.device)
-        for path, terms in _iterate_paths(forest):
-            index = self._entry_indices(forest, terms)
-            logprobs = self._score_path(forest, path, terms)
+    def backward(self, packed: PackedTrees, loss: LossFunction) -> Tensor:
+        found = torch.zeros(len(packed.terms), device=self._model.device)
+        for path, terms in _iterate_paths(packed):
+            index = self._get_entry_indices(packed, terms)
+            logprobs = self._score_path(packed, path, terms)
             found[index] = logprobs.detach()
             torch.autograd.backward(loss(index, logprobs))
         return found
 
-    def keep_less(self, forest: Forest, *, training: bool) -> str | None:  # noqa: ARG002
-        """A sequence goes through whole."""
+    def reduce_memory(self, packed: PackedTrees, *, training: bool) -> str | None:  # noqa: ARG002
+        """Not possible: a sequence is computed as a whole."""
         return None
 
-    def _score_path(self, forest: Forest, path: Indices, terms: Indices) -> Tensor:
+    def _score_path(self, packed: PackedTrees, path: Indices, terms: Indices) -> Tensor:
         device = self._model.device
-        ids = torch.from_numpy(forest.ids[path]).long().to(device)
-        places = torch.from_numpy(forest.depths[forest.terms.positions[terms]]).long().to(device)
+        ids = torch.from_numpy(packed.ids[path]).long().to(device)
+        places = torch.from_numpy(packed.depths[packed.terms.positions[terms]]).long().to(device)
         logits = self._model(input_ids=ids[None], use_cache=False).logits[0, places]
-        temperature = torch.from_numpy(forest.terms.temperature[terms]).to(device)
-        targets = torch.from_numpy(forest.terms.target[terms]).long().to(device)
+        temperature = torch.from_numpy(packed.terms.temperature[terms]).to(device)
+        targets = torch.from_numpy(packed.terms.target[terms]).long().to(device)
         return compute_chosen_logprobs(logits, targets, temperature)
 
-    def _entry_indices(self, forest: Forest, terms: Indices) -> Tensor:
-        return torch.from_numpy(forest.terms.entry_indices[terms]).to(self._model.device)
+    def _get_entry_indices(self, packed: PackedTrees, terms: Indices) -> Tensor:
+        return torch.from_numpy(packed.terms.entry_indices[terms]).to(self._model.device)
 
 
-def _iterate_paths(forest: Forest) -> Iterator[tuple[Indices, Indices]]:
-    """Paths from a root to a leaf, and the terms that each is used for: every term once."""
+def _iterate_paths(packed: PackedTrees) -> Iterator[tuple[Indices, Indices]]:
+    """Yields paths from a root to a leaf, each with the terms computed on it. Every term occurs once."""
     asked: dict[int, list[int]] = {}
-    for term, at in enumerate(forest.terms.positions):
+    for term, at in enumerate(packed.terms.positions):
         asked.setdefault(int(at), []).append(term)
-    leaves = np.setdiff1d(np.arange(len(forest)), forest.before)
+    leaves = np.setdiff1d(np.arange(len(packed)), packed.before)
     for leaf in leaves:
         path = []
         token = int(leaf)
         while token >= 0:
             path.append(token)
-            token = int(forest.before[token])
+            token = int(packed.before[token])
         terms = [term for token in reversed(path) for term in asked.pop(token, ())]
         if terms:
             yield np.array(path[::-1], np.int64), np.array(terms, np.int64)

@@ -29,7 +29,7 @@ from polar.train import fusion
 
 _aten = torch.ops.aten
 
-GRAIN_TOKENS, FINE_GRAIN_TOKENS = 512, 128
+LENGTH_MULTIPLE_TOKENS, FINE_LENGTH_MULTIPLE_TOKENS = 512, 128
 """Tokens that lengths are multiples of. The finer they are, the less is computed in vain, and the more plans are made:
 for a large model, which computes for long, that is worth it. Below 128 the kernels are slower."""
 _MIN_CONTEXT_TOKENS = 512
@@ -64,25 +64,27 @@ def attend_with_context(
     context: Sequence[KeyValuePiece],
     scale: float,
     *,
-    grain: int,
+    length_multiple: int,
     compiled: bool = False,
 ) -> Tensor:
-    """`key` and `value` are those of the queries themselves. Lengths are multiples of `grain`."""
+    """`key` and `value` are those of the queries themselves. Lengths are multiples of `length_multiple`."""
     apply: Any = _ContextAttention.apply
-    result: Tensor = apply(query, key, value, context, scale, grain, compiled)
+    result: Tensor = apply(query, key, value, context, scale, length_multiple, compiled)
     return result
 
 
-def round_context_length(context: int, grain: int) -> int:
+def round_context_length(context: int, length_multiple: int) -> int:
     """How much of a context of such a length can have calls of its own."""
-    return 0 if context < _MIN_CONTEXT_TOKENS else context - context % grain
+    return 0 if context < _MIN_CONTEXT_TOKENS else context - context % length_multiple
 
 
-def _round_context_coarsely(context: int, count: int, grain: int) -> int:
+def _round_context_coarsely(context: int, count: int, length_multiple: int) -> int:
     """How much of it has one, where what is left goes with the queries' own: one of eight lengths between two powers of
     two, so that pairs with the queries' lengths come up again. What is left is less than a quarter of the queries, or
-    the grain: so padding queries are few."""
-    return round_context_length(context, max(grain, min(1 << context.bit_length() >> 4, 1 << count.bit_length() >> 3)))
+    the length_multiple: so padding queries are few."""
+    return round_context_length(
+        context, max(length_multiple, min(1 << context.bit_length() >> 4, 1 << count.bit_length() >> 3))
+    )
 
 
 def extend_with_context(
@@ -92,13 +94,13 @@ def extend_with_context(
     context: Sequence[KeyValuePiece],
     scale: float,
     *,
-    grain: int,
+    length_multiple: int,
     compiled: bool = False,
 ) -> Tensor:
     """`out` and `lse` ([1, heads, queries]) are another attention's output and normaliser over other keys. The context
     has a round length: see `round_context_length`."""
     apply: Any = _ContextExtension.apply
-    result: Tensor = apply(query, out, lse[..., None], context, scale, grain, compiled)
+    result: Tensor = apply(query, out, lse[..., None], context, scale, length_multiple, compiled)
     return result
 
 
@@ -111,13 +113,15 @@ class _ContextAttention(torch.autograd.Function):
         value: Tensor,
         context: Sequence[KeyValuePiece],
         scale: float,
-        grain: int,
+        length_multiple: int,
         compiled: bool,
     ) -> Tensor:
         keys, values = _gather_context(context, query)
         before, count = keys.shape[2], query.shape[2]
-        edge = 0 if before <= count // _SHORT_CONTEXT_DIVISOR else _round_context_coarsely(before, count, grain)
-        laid = _QueryLayout.build(before - edge, count, grain)
+        edge = (
+            0 if before <= count // _SHORT_CONTEXT_DIVISOR else _round_context_coarsely(before, count, length_multiple)
+        )
+        laid = _QueryLayout.build(before - edge, count, length_multiple)
         filled = laid.pad(query)
         behind = _append_own(keys, key, edge, laid), _append_own(values, value, edge, laid)
         out, lse, ctx.state = _forward(filled[:, :, laid.causal_call], *behind, True, scale)
@@ -126,7 +130,7 @@ class _ContextAttention(torch.autograd.Function):
             keys, values = keys[:, :, :edge], values[:, :, :edge]
             more, other, ctx.whole_state = _forward(filled[:, :, laid.context_call], keys, values, False, scale)
             more, other = more[:, :, :count], other[:, :, :count]
-            out, lse = _maybe_compiled(_merge_outputs, compiled)(out, lse, more, other)
+            out, lse = _compile_if_enabled(_merge_outputs, compiled)(out, lse, more, other)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.edge, ctx.laid, ctx.context, ctx.scale = edge, laid, context, scale
         return out
@@ -164,9 +168,9 @@ class _QueryLayout(Struct, frozen=True):
     padding: tuple[int, int]  # zeros before and behind
 
     @classmethod
-    def build(cls, rest: int, count: int, grain: int) -> "_QueryLayout":
+    def build(cls, rest: int, count: int, length_multiple: int) -> "_QueryLayout":
         stop = rest + count
-        path, asking = stop + -stop % grain, stop + -count % grain
+        path, asking = stop + -stop % length_multiple, stop + -count % length_multiple
         return cls(slice(rest, stop), slice(0, path), slice(rest, asking), (rest, max(path, asking) - stop))
 
     def pad(self, tensor: Tensor) -> Tensor:
@@ -184,16 +188,16 @@ class _ContextExtension(torch.autograd.Function):
         own_lse: Tensor,
         context: Sequence[KeyValuePiece],
         scale: float,
-        grain: int,
+        length_multiple: int,
         compiled: bool,
     ) -> Tensor:
         count = query.shape[2]
-        ctx.fill = -count % grain
+        ctx.fill = -count % length_multiple
         more, other, ctx.state = _forward(
             _pad_tokens(query, 0, ctx.fill), *_gather_context(context, query), False, scale
         )
         more, other = more[:, :, :count], other[:, :, :count]
-        out, lse = _maybe_compiled(_merge_outputs, compiled)(own, own_lse, more, other)
+        out, lse = _compile_if_enabled(_merge_outputs, compiled)(own, own_lse, more, other)
         ctx.save_for_backward(query, own, own_lse, out, lse)
         ctx.context, ctx.scale, ctx.compiled = context, scale, compiled
         return out
@@ -208,7 +212,7 @@ class _ContextExtension(torch.autograd.Function):
         log = functional.pad(lse, (0, 0, 0, ctx.fill)).contiguous()
         dq, *theirs = _backward(back, asked, keys, values, answered, log, ctx.state, False, ctx.scale)
         _add_context_gradients(ctx.context, 0, *theirs)
-        parts = _maybe_compiled(_split_gradient, ctx.compiled)(grad, own, own_lse, out, lse)
+        parts = _compile_if_enabled(_split_gradient, ctx.compiled)(grad, own, own_lse, out, lse)
         return dq[:, :, : query.shape[2]], *parts, None, None, None, None
 
 
@@ -260,7 +264,7 @@ def _concatenate_tokens(tensors: Sequence[Tensor]) -> Tensor:
 _PairFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
-def _maybe_compiled(function: _PairFunction, compiled: bool) -> _PairFunction:
+def _compile_if_enabled(function: _PairFunction, compiled: bool) -> _PairFunction:
     """Step by step all of it is read and written six times. The compiler must see tensors as they lie in memory, and as
     tensors of their own, since it makes a variant for each kind of part; but normalisers, which are small, lie by
     heads: the kernels want that."""
