@@ -106,7 +106,7 @@ def _get_flex_attention() -> Any:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def flex(query: Tensor, key: Tensor, value: Tensor, blocks: Any, scale: float) -> tuple[Tensor, Tensor]:
-        out, more = flex_attention(
+        out, aux = flex_attention(
             query,
             key,
             value,
@@ -116,21 +116,21 @@ def _get_flex_attention() -> Any:
             kernel_options=_KERNEL_OPTIONS,
             return_aux=AuxRequest(lse=True),
         )
-        assert more.lse is not None  # it was asked for
-        return out, more.lse
+        assert aux.lse is not None  # it was asked for
+        return out, aux.lse
 
     return torch.compile(flex, dynamic=True)
 
 
 def _skip_tokens(intervals: list[tuple[int, int]], skip: int) -> list[tuple[int, int]]:
     """The intervals without their first `skip` tokens."""
-    left = []
+    remaining = []
     for start, stop in intervals:
-        taken = min(skip, stop - start)
-        skip -= taken
-        if start + taken < stop:
-            left.append((start + taken, stop))
-    return left
+        skipped_here = min(skip, stop - start)
+        skip -= skipped_here
+        if start + skipped_here < stop:
+            remaining.append((start + skipped_here, stop))
+    return remaining
 
 
 def _build_block_mask(mask: AttentionMask, window: int | None) -> Any:
@@ -140,32 +140,32 @@ def _build_block_mask(mask: AttentionMask, window: int | None) -> Any:
     device = ends.device
     keys, queries = context + mask.queries, mask.queries
     pad = -keys % BLOCK_TOKENS
-    lowest = functional.pad(ends, (0, pad), value=2**31 - 1).view(-1, BLOCK_TOKENS).amin(1)
-    highest = functional.pad(ends, (0, pad), value=-(2**31)).view(-1, BLOCK_TOKENS).amax(1)
+    lowest_ends = functional.pad(ends, (0, pad), value=2**31 - 1).view(-1, BLOCK_TOKENS).amin(1)
+    highest_ends = functional.pad(ends, (0, pad), value=-(2**31)).view(-1, BLOCK_TOKENS).amax(1)
     first_key = torch.arange(0, keys, BLOCK_TOKENS, device=device) - context
     last_key = (first_key + BLOCK_TOKENS - 1).clamp(max=queries - 1)
-    first = torch.arange(0, queries, BLOCK_TOKENS, device=device)[:, None]
-    last = (first + BLOCK_TOKENS - 1).clamp(max=queries - 1)
-    some = (first_key <= last) & (highest > first)
-    whole = (last_key <= first) & (lowest > last)
+    first_query = torch.arange(0, queries, BLOCK_TOKENS, device=device)[:, None]
+    last_query = (first_query + BLOCK_TOKENS - 1).clamp(max=queries - 1)
+    visible_blocks = (first_key <= last_query) & (highest_ends > first_query)
+    full_blocks = (last_key <= first_query) & (lowest_ends > last_query)
     if window is not None:
-        whole = torch.zeros_like(whole)
+        full_blocks = torch.zeros_like(full_blocks)
 
     offset = torch.full((), context, device=device)
 
     def visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q + offset) & (q < ends[k])
 
-    far = window or 0
+    max_distance = window or 0
 
-    def near(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return visible(_batch, _head, q, k) & (depths[q + offset] - depths[k] < far)
+    def visible_in_window(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible(_batch, _head, q, k) & (depths[q + offset] - depths[k] < max_distance)
 
     return BlockMask.from_kv_blocks(
-        *_list_blocks(some & ~whole),
-        *_list_blocks(whole),
+        *_list_blocks(visible_blocks & ~full_blocks),
+        *_list_blocks(full_blocks),
         BLOCK_SIZE=BLOCK_TOKENS,
-        mask_mod=visible if window is None else near,
+        mask_mod=visible if window is None else visible_in_window,
         seq_lengths=(queries, keys),
     )
 
@@ -173,5 +173,5 @@ def _build_block_mask(mask: AttentionMask, window: int | None) -> Any:
 def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """For each row of blocks, the number of set blocks, and the indices of all blocks, set ones first."""
     count = blocks.sum(1).to(torch.int32)
-    which = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True).to(torch.int32)
-    return count[None, None], which[None, None]
+    block_indices = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], block_indices[None, None]

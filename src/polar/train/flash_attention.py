@@ -1,20 +1,20 @@
 """Flash attention of a chunk to all that came before it, on CUDA.
 
-Queries see the pieces of their context whole, and themselves causally where they are one path. Each is a call of an
-attention kernel, and they are joined by their normalisers. Going backwards, each call is given the joint output and
-normaliser, and so gives exactly its part of the gradient. What comes back to a piece goes straight to whose it is, and
-no copy of a long one is kept.
+Queries attend to their whole context, and causally to the chunk's own keys if the chunk is one path. Each of the two is
+one call of an attention kernel, and the outputs are merged by their log-sum-exps. In the backward pass each call gets
+the merged output and log-sum-exp, and so returns exactly its part of the gradient. Gradients of a context go directly
+to the chunk that owns it, and no copy of a long context is kept.
 
-cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths, which takes the
-processor 0.1 s, and which PyTorch keeps for good, in each thread. So lengths are made round: queries are filled up, and
-of the context a round part has a call of its own. What is left of it, or all of it where it is short, goes before the
-queries' own keys, and as many padding queries go before the queries, so that all of this is one path.
+cuDNN's kernel is by far the fastest on Hopper. But it needs a plan for every pair of lengths, which takes 0.1 s of CPU
+time and which PyTorch keeps forever, per thread. So lengths are rounded to multiples: queries are padded, and a rounded
+part of the context gets the context call. The rest of the context (all of it, if it is short) is put in front of the
+chunk's own keys, with as many padding queries in front of the queries, so that the causal call sees one path.
 
-    call     keys                      queries
-    whole    the context's round part  own, fill
-    causal   its rest, own, fill       as many as the rest, own, fill
+    call      keys                            queries
+    context   the context's rounded part      own, padding
+    causal    its rest, own, padding          padding for the rest, own, padding
 
-Tensors are [1, heads, tokens, width], but lie in memory by tokens, as the projections before and behind want them.
+Tensors are [1, heads, tokens, width], but are stored by tokens, as the projections around them need.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,27 +30,27 @@ from polar.train import fusion
 _aten = torch.ops.aten
 
 LENGTH_MULTIPLE_TOKENS, FINE_LENGTH_MULTIPLE_TOKENS = 512, 128
-"""Tokens that lengths are multiples of. The finer they are, the less is computed in vain, and the more plans are made:
-for a large model, which computes for long, that is worth it. Below 128 the kernels are slower."""
+"""Tokens that lengths are multiples of. A finer multiple wastes less computation and needs more plans, which pays for a
+large model. Below 128 the kernels are slower."""
 _MIN_CONTEXT_TOKENS = 512
-"""Tokens of a context that are worth a call of their own."""
+"""The shortest context that is worth a separate call."""
 _SHORT_CONTEXT_DIVISOR = 4
-"""A context is short if it is no longer than such a part of the queries: 4 % more pairs are computed then, at most, and
-a second call, its joining and its sum take longer."""
+"""A context is short if it has at most this fraction of the queries' tokens. Joining it to the causal call computes at
+most 4 % more pairs, which is faster than a second call and the merge."""
 
 
 SUPPORTED_HEAD_WIDTHS = (64, 96, 128)
-"""Of heads that the kernel takes."""
+"""Head widths that the kernel supports."""
 
 
 def supports(query: Tensor) -> bool:
-    """Whether there is a kernel for such tensors."""
+    """Whether the kernel supports such tensors."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in SUPPORTED_HEAD_WIDTHS
 
 
 class KeyValuePiece(Struct):
-    """Keys and values of [1, heads, tokens, width] that another chunk computed, and what takes the gradients of some
-    of them (from which to which, of the keys, of the values)."""
+    """Keys and values of [1, heads, tokens, width] that another chunk computed, and a callback for the gradients of a
+    range of them: `add_gradients(start, stop, key_gradient, value_gradient)`."""
 
     key: Tensor
     value: Tensor
@@ -67,21 +67,22 @@ def attend_with_context(
     length_multiple: int,
     compiled: bool = False,
 ) -> Tensor:
-    """`key` and `value` are those of the queries themselves. Lengths are multiples of `length_multiple`."""
+    """Attention of a one-path chunk to its context and, causally, to itself. `key` and `value` are the chunk's own.
+    Lengths are rounded to multiples of `length_multiple`."""
     apply: Any = _ContextAttention.apply
     result: Tensor = apply(query, key, value, context, scale, length_multiple, compiled)
     return result
 
 
 def round_context_length(context: int, length_multiple: int) -> int:
-    """How much of a context of such a length can have calls of its own."""
+    """The largest multiple that a separate call of a context of this length can have; 0 if the context is too short."""
     return 0 if context < _MIN_CONTEXT_TOKENS else context - context % length_multiple
 
 
 def _round_context_coarsely(context: int, count: int, length_multiple: int) -> int:
-    """How much of it has one, where what is left goes with the queries' own: one of eight lengths between two powers of
-    two, so that pairs with the queries' lengths come up again. What is left is less than a quarter of the queries, or
-    the length_multiple: so padding queries are few."""
+    """The context call's length where the rest joins the causal call: one of eight lengths between two powers of two,
+    so that pairs with the queries' lengths recur. The rest is shorter than a quarter of the queries or than the length
+    multiple, so there are few padding queries."""
     return round_context_length(
         context, max(length_multiple, min(1 << context.bit_length() >> 4, 1 << count.bit_length() >> 3))
     )
@@ -97,8 +98,8 @@ def extend_with_context(
     length_multiple: int,
     compiled: bool = False,
 ) -> Tensor:
-    """`out` and `lse` ([1, heads, queries]) are another attention's output and normaliser over other keys. The context
-    has a round length: see `round_context_length`."""
+    """Merges attention to a context into `out` and `lse` ([1, heads, queries]), the output and log-sum-exp of attention
+    to other keys. The context's length comes from `round_context_length`."""
     apply: Any = _ContextExtension.apply
     result: Tensor = apply(query, out, lse[..., None], context, scale, length_multiple, compiled)
     return result
@@ -117,68 +118,82 @@ class _ContextAttention(torch.autograd.Function):
         compiled: bool,
     ) -> Tensor:
         keys, values = _gather_context(context, query)
-        before, count = keys.shape[2], query.shape[2]
-        edge = (
-            0 if before <= count // _SHORT_CONTEXT_DIVISOR else _round_context_coarsely(before, count, length_multiple)
+        context_length, count = keys.shape[2], query.shape[2]
+        split = (
+            0
+            if context_length <= count // _SHORT_CONTEXT_DIVISOR
+            else _round_context_coarsely(context_length, count, length_multiple)
         )
-        laid = _QueryLayout.build(before - edge, count, length_multiple)
-        filled = laid.pad(query)
-        behind = _append_own(keys, key, edge, laid), _append_own(values, value, edge, laid)
-        out, lse, ctx.state = _forward(filled[:, :, laid.causal_call], *behind, True, scale)
-        out, lse = out[:, :, laid.queries], lse[:, :, laid.queries]
-        if edge:
-            keys, values = keys[:, :, :edge], values[:, :, :edge]
-            more, other, ctx.whole_state = _forward(filled[:, :, laid.context_call], keys, values, False, scale)
-            more, other = more[:, :, :count], other[:, :, :count]
-            out, lse = _compile_if_enabled(_merge_outputs, compiled)(out, lse, more, other)
+        layout = _QueryLayout.build(context_length - split, count, length_multiple)
+        padded_query = layout.pad(query)
+        keys_and_values = _append_own(keys, key, split, layout), _append_own(values, value, split, layout)
+        out, lse, ctx.state = _forward(padded_query[:, :, layout.causal_call], *keys_and_values, True, scale)
+        out, lse = out[:, :, layout.queries], lse[:, :, layout.queries]
+        if split:
+            keys, values = keys[:, :, :split], values[:, :, :split]
+            context_out, context_lse, ctx.whole_state = _forward(
+                padded_query[:, :, layout.context_call], keys, values, False, scale
+            )
+            context_out, context_lse = context_out[:, :, :count], context_lse[:, :, :count]
+            out, lse = _compile_if_enabled(_merge_outputs, compiled)(out, lse, context_out, context_lse)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.edge, ctx.laid, ctx.context, ctx.scale = edge, laid, context, scale
+        ctx.split, ctx.layout, ctx.context, ctx.scale = split, layout, context, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        edge, laid, scale = ctx.edge, ctx.laid, ctx.scale
+        split, layout, scale = ctx.split, ctx.layout, ctx.scale
         keys, values = _gather_context(ctx.context, query)
-        query, out, lse = laid.pad(query), laid.pad(out), functional.pad(lse, (0, 0, *laid.padding))
-        grad = _match_layout(laid.pad(grad), out)  # padding has no gradient
-        behind = _append_own(keys, key, edge, laid), _append_own(values, value, edge, laid)
+        query, out, lse = layout.pad(query), layout.pad(out), functional.pad(lse, (0, 0, *layout.padding))
+        grad = _match_layout(layout.pad(grad), out)  # padding has no gradient
+        keys_and_values = _append_own(keys, key, split, layout), _append_own(values, value, split, layout)
 
-        def back(asked: slice, key: Tensor, value: Tensor, state: Any, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            tensors = grad[:, :, asked], query[:, :, asked], key, value, out[:, :, asked]
-            return _backward(*tensors, lse[:, :, asked].contiguous(), state, causal, scale)
+        def backpropagate(
+            query_slice: slice, key: Tensor, value: Tensor, state: Any, causal: bool
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            tensors = grad[:, :, query_slice], query[:, :, query_slice], key, value, out[:, :, query_slice]
+            return _backward(*tensors, lse[:, :, query_slice].contiguous(), state, causal, scale)
 
-        dq, dk, dv = back(laid.causal_call, *behind, ctx.state, True)
-        rest, count = laid.queries.start, laid.queries.stop - laid.queries.start
-        _add_context_gradients(ctx.context, edge, dk[:, :, :rest], dv[:, :, :rest])
-        dq = dq[:, :, laid.queries]
-        if edge:
-            more, *theirs = back(laid.context_call, keys[:, :, :edge], values[:, :, :edge], ctx.whole_state, False)
-            _add_context_gradients(ctx.context, 0, *theirs)
-            dq = dq + more[:, :, :count]
-        return dq, dk[:, :, laid.queries], dv[:, :, laid.queries], None, None, None, None
+        dq, dk, dv = backpropagate(layout.causal_call, *keys_and_values, ctx.state, True)
+        prefix, count = layout.queries.start, layout.queries.stop - layout.queries.start
+        _add_context_gradients(ctx.context, split, dk[:, :, :prefix], dv[:, :, :prefix])
+        dq = dq[:, :, layout.queries]
+        if split:
+            context_dq, *context_grads = backpropagate(
+                layout.context_call, keys[:, :, :split], values[:, :, :split], ctx.whole_state, False
+            )
+            _add_context_gradients(ctx.context, 0, *context_grads)
+            dq = dq + context_dq[:, :, :count]
+        return dq, dk[:, :, layout.queries], dv[:, :, layout.queries], None, None, None, None
 
 
 class _QueryLayout(Struct, frozen=True):
-    """How queries lie in a tensor that is long enough for both calls."""
+    """The layout of the queries in a padded tensor that is long enough for both calls."""
 
-    queries: slice  # those that were asked for; before them are as many as are left of the context
-    causal_call: slice  # of the causal call: those, own, and what fills it up
-    context_call: slice  # of the call that sees the context's round part: own, and what fills that up
-    padding: tuple[int, int]  # zeros before and behind
+    queries: slice  # the real queries; in front of them is padding for the context's rest
+    causal_call: slice  # the causal call's: padding for the rest, real, padding
+    context_call: slice  # the context call's: real, padding
+    padding: tuple[int, int]  # zeros in front and behind
 
     @classmethod
     def build(cls, rest: int, count: int, length_multiple: int) -> "_QueryLayout":
         stop = rest + count
-        path, asking = stop + -stop % length_multiple, stop + -count % length_multiple
-        return cls(slice(rest, stop), slice(0, path), slice(rest, asking), (rest, max(path, asking) - stop))
+        causal_stop, context_stop = stop + -stop % length_multiple, stop + -count % length_multiple
+        return cls(
+            slice(rest, stop),
+            slice(0, causal_stop),
+            slice(rest, context_stop),
+            (rest, max(causal_stop, context_stop) - stop),
+        )
 
     def pad(self, tensor: Tensor) -> Tensor:
         return _pad_tokens(tensor, *self.padding)
 
 
 class _ContextExtension(torch.autograd.Function):
-    """What is filled up goes to the kernels alone: kept is what others keep anyway, and the joint output."""
+    """Only the kernels see padded tensors. Saved for the backward pass are tensors that live anyway, and the merged
+    output."""
 
     @staticmethod
     def forward(
@@ -193,55 +208,57 @@ class _ContextExtension(torch.autograd.Function):
     ) -> Tensor:
         count = query.shape[2]
         ctx.fill = -count % length_multiple
-        more, other, ctx.state = _forward(
+        context_out, context_lse, ctx.state = _forward(
             _pad_tokens(query, 0, ctx.fill), *_gather_context(context, query), False, scale
         )
-        more, other = more[:, :, :count], other[:, :, :count]
-        out, lse = _compile_if_enabled(_merge_outputs, compiled)(own, own_lse, more, other)
+        context_out, context_lse = context_out[:, :, :count], context_lse[:, :, :count]
+        out, lse = _compile_if_enabled(_merge_outputs, compiled)(own, own_lse, context_out, context_lse)
         ctx.save_for_backward(query, own, own_lse, out, lse)
         ctx.context, ctx.scale, ctx.compiled = context, scale, compiled
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The joint output is a mean of the parts, weighed by their normalisers' shares."""
+        """The merged output is the mean of both outputs, weighted by their shares of the log-sum-exp."""
         query, own, own_lse, out, lse = ctx.saved_tensors
         keys, values = _gather_context(ctx.context, query)
-        asked, answered = _pad_tokens(query, 0, ctx.fill), _pad_tokens(out, 0, ctx.fill)
-        back = _match_layout(_pad_tokens(grad, 0, ctx.fill), answered)
-        log = functional.pad(lse, (0, 0, 0, ctx.fill)).contiguous()
-        dq, *theirs = _backward(back, asked, keys, values, answered, log, ctx.state, False, ctx.scale)
-        _add_context_gradients(ctx.context, 0, *theirs)
-        parts = _compile_if_enabled(_split_gradient, ctx.compiled)(grad, own, own_lse, out, lse)
-        return dq[:, :, : query.shape[2]], *parts, None, None, None, None
+        padded_query, padded_out = _pad_tokens(query, 0, ctx.fill), _pad_tokens(out, 0, ctx.fill)
+        padded_grad = _match_layout(_pad_tokens(grad, 0, ctx.fill), padded_out)
+        padded_lse = functional.pad(lse, (0, 0, 0, ctx.fill)).contiguous()
+        dq, *context_grads = _backward(
+            padded_grad, padded_query, keys, values, padded_out, padded_lse, ctx.state, False, ctx.scale
+        )
+        _add_context_gradients(ctx.context, 0, *context_grads)
+        own_grads = _compile_if_enabled(_split_gradient, ctx.compiled)(grad, own, own_lse, out, lse)
+        return dq[:, :, : query.shape[2]], *own_grads, None, None, None, None
 
 
 def _pad_tokens(tensor: Tensor, before: int, behind: int) -> Tensor:
-    """With so many zeros before and behind its tokens."""
+    """Pads the token dimension with zeros."""
     if not before and not behind:
         return tensor
     return functional.pad(tensor.transpose(1, 2), (0, 0, 0, 0, before, behind)).transpose(1, 2)
 
 
 def _match_layout(grad: Tensor, out: Tensor) -> Tensor:
-    """As the output is in memory, which mostly it is already."""
+    """Copies the gradient to the output's memory layout, if it has another one."""
     return grad if grad.stride() == out.stride() else torch.empty_like(out).copy_(grad)
 
 
 def _add_context_gradients(context: Sequence[KeyValuePiece], start: int, dk: Tensor, dv: Tensor) -> None:
-    """To the pieces in which the context's tokens from `start` on lie."""
-    at, stop = 0, start + dk.shape[2]
+    """Adds gradients of the context's tokens from `start` on to the pieces that hold them."""
+    offset, stop = 0, start + dk.shape[2]
     for piece in context:
-        low, high = max(start, at), min(stop, at + piece.key.shape[2])
+        low, high = max(start, offset), min(stop, offset + piece.key.shape[2])
         if low < high:
-            here = slice(low - start, high - start)
-            piece.add_gradients(low - at, high - at, dk[:, :, here], dv[:, :, here])
-        at += piece.key.shape[2]
+            interval = slice(low - start, high - start)
+            piece.add_gradients(low - offset, high - offset, dk[:, :, interval], dv[:, :, interval])
+        offset += piece.key.shape[2]
 
 
 def _gather_context(context: Sequence[KeyValuePiece], query: Tensor) -> tuple[Tensor, Tensor]:
-    """Its keys and values in a row: many small pieces would be many small calls. The backward pass gathers them again,
-    since memory is scarcer than time."""
+    """Concatenates the context's keys and values: many small pieces would mean many small calls. The backward pass
+    gathers them again, since memory is scarcer than time."""
     if not context:
         return query[:, :, :0], query[:, :, :0]
     return _concatenate_tokens([piece.key for piece in context]), _concatenate_tokens(
@@ -249,16 +266,20 @@ def _gather_context(context: Sequence[KeyValuePiece], query: Tensor) -> tuple[Te
     )
 
 
-def _append_own(theirs: Tensor, own: Tensor, edge: int, layout: _QueryLayout) -> Tensor:
-    """Keys or values of a context from `edge` on, the queries' own, and zeros. (The backward pass makes them anew: the
-    chunk's own are kept anyway.)"""
-    row = _concatenate_tokens([theirs[:, :, edge:], own]) if edge < theirs.shape[2] else own
-    return _pad_tokens(row, 0, layout.causal_call.stop - layout.queries.stop)
+def _append_own(context_tensor: Tensor, own: Tensor, split: int, layout: _QueryLayout) -> Tensor:
+    """Keys or values of a context from `edge` on, the queries' own, and zeros. (The backward pass builds them again:
+    the chunk's own are kept anyway.)"""
+    tensor = _concatenate_tokens([context_tensor[:, :, split:], own]) if split < context_tensor.shape[2] else own
+    return _pad_tokens(tensor, 0, layout.causal_call.stop - layout.queries.stop)
 
 
 def _concatenate_tokens(tensors: Sequence[Tensor]) -> Tensor:
-    """One behind the other."""
-    return tensors[0] if len(tensors) == 1 else torch.cat([it.transpose(1, 2) for it in tensors], 1).transpose(1, 2)
+    """Concatenates along the token dimension."""
+    return (
+        tensors[0]
+        if len(tensors) == 1
+        else torch.cat([tensor.transpose(1, 2) for tensor in tensors], 1).transpose(1, 2)
+    )
 
 
 _PairFunction = Callable[..., tuple[Tensor, Tensor]]
@@ -271,29 +292,31 @@ def _compile_if_enabled(function: _PairFunction, compiled: bool) -> _PairFunctio
     if not compiled:
         return function
 
-    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        laid = (_as_own_storage(tensor.transpose(1, 2).contiguous()).detach() for tensor in tensors)
-        one, other = fusion.compile_dynamic(function)(*laid)
-        return one.transpose(1, 2), other.transpose(1, 2).contiguous()
+    def run_compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        transposed = (_as_own_storage(tensor.transpose(1, 2).contiguous()).detach() for tensor in tensors)
+        first, second = fusion.compile_dynamic(function)(*transposed)
+        return first.transpose(1, 2), second.transpose(1, 2).contiguous()
 
-    return call
-
-
-def _merge_outputs(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> tuple[Tensor, Tensor]:
-    """Two outputs, each with its normaliser, as one."""
-    both = torch.logaddexp(log_one, log_other)
-    out = torch.lerp(one.float(), other.float(), torch.exp(log_other - both).float())
-    return out.to(one.dtype), both
+    return run_compiled
 
 
-def _split_gradient(grad: Tensor, one: Tensor, log_one: Tensor, out: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-    """What comes back to one of two outputs that were joined, and to its normaliser."""
-    share = torch.exp(log_one - both)
-    further = ((one.float() - out.float()) * grad.float()).sum(-1, keepdim=True)
-    return (grad * share).to(one.dtype), (share * further).to(log_one.dtype)
+def _merge_outputs(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges two attention outputs over different keys into the output over all keys."""
+    lse = torch.logaddexp(first_lse, second_lse)
+    out = torch.lerp(first.float(), second.float(), torch.exp(second_lse - lse).float())
+    return out.to(first.dtype), lse
 
 
-# The kernels. Normalisers are [1, heads, queries, 1], in fp32.
+def _split_gradient(
+    grad: Tensor, own: Tensor, own_lse: Tensor, out: Tensor, merged_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of one of two merged outputs and of its log-sum-exp."""
+    share = torch.exp(own_lse - merged_lse)
+    lse_grad = ((own.float() - out.float()) * grad.float()).sum(-1, keepdim=True)
+    return (grad * share).to(own.dtype), (share * lse_grad).to(own_lse.dtype)
+
+
+# The kernels. Log-sum-exps are [1, heads, queries, 1], in fp32.
 
 
 def _as_own_storage(tensor: Tensor) -> Tensor:
@@ -303,7 +326,7 @@ def _as_own_storage(tensor: Tensor) -> Tensor:
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
-    """Output, normaliser, and what the backward pass is to be given besides."""
+    """Output, log-sum-exp, and the state that the backward kernel needs."""
     query, key, value = _as_own_storage(query), _as_own_storage(key), _as_own_storage(value)
     out, lse, *state = _aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, False, scale=scale
@@ -323,9 +346,9 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = _as_own_storage(query), _as_own_storage(key), _as_own_storage(value)
-    lengths_q, lengths_k, most_q, most_k, seed, offset = state
-    lengths = lengths_q, lengths_k, most_q, most_k
-    back: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
+    lengths_q, lengths_k, max_q, max_k, seed, offset = state
+    lengths = lengths_q, lengths_k, max_q, max_k
+    grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
         grad, query, key, value, out, lse, seed, offset, None, *lengths, 0.0, causal, scale=scale
     )
-    return back
+    return grads

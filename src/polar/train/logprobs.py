@@ -31,10 +31,10 @@ def compute_chosen_logprobs(
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, compiled: bool) -> Tensor:
-        found, lse = _compile_if_enabled(_forward, compiled)(logits, targets, temperature)
+        chosen, lse = _compile_if_enabled(_forward, compiled)(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, temperature, lse)
         ctx.compiled = compiled
-        result: Tensor = found
+        result: Tensor = chosen
         return result
 
     @staticmethod

@@ -115,44 +115,46 @@ def plan_memory(
 ) -> tuple[int, MemoryBudget]:
     """The tokens of a chunk, and the memory budget. Numbers given as arguments are used whatever memory is free."""
     device = next(model.parameters()).device
-    left = max(0, _measure_free_bytes(device) - _count_training_state_bytes(model))
+    free_bytes = max(0, _measure_free_bytes(device) - _count_training_state_bytes(model))
     activations = _estimate_activation_bytes(model, fused)
-    most = max(MIN_CHUNK_TOKENS, int(_ACTIVATION_MEMORY_SHARE.get(device.type, 0.3) * left / activations))
-    chunk = chunk_tokens or min(DEFAULT_CHUNK_TOKENS.get(device.type, DEFAULT_CHUNK_TOKENS["cuda"]), most)
-    room = _TOTAL_MEMORY_SHARE.get(device.type, 0.35) * left - _estimate_logit_bytes(model)
+    max_tokens = max(MIN_CHUNK_TOKENS, int(_ACTIVATION_MEMORY_SHARE.get(device.type, 0.3) * free_bytes / activations))
+    chunk_size = chunk_tokens or min(DEFAULT_CHUNK_TOKENS.get(device.type, DEFAULT_CHUNK_TOKENS["cuda"]), max_tokens)
+    max_bytes = _TOTAL_MEMORY_SHARE.get(device.type, 0.35) * free_bytes - _estimate_logit_bytes(model)
     budget = MemoryBudget(
-        kept_tokens=most if kept_tokens is None else kept_tokens,
-        max_bytes=max(0.0, room) if kept_tokens is None else math.inf,
+        kept_tokens=max_tokens if kept_tokens is None else kept_tokens,
+        max_bytes=max(0.0, max_bytes) if kept_tokens is None else math.inf,
         activation_bytes=activations,
         **_estimate_token_costs(model, length_multiple, fused),
     )
-    return chunk, budget
+    return chunk_size, budget
 
 
 def _estimate_token_costs(model: Any, length_multiple: int, fused: bool) -> dict[str, Any]:
     """The other costs per token, as fields of `MemoryBudget`."""
     config = model.config.get_text_config()
-    first = next(model.parameters())
+    parameter = next(model.parameters())
     heads, width = config.num_attention_heads, _get_head_width(config)
-    shared = getattr(config, "num_key_value_heads", None) or heads
-    kinds = getattr(config, "layer_types", None) or []
-    recurrent = kinds.count("linear_attention")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    layer_types = getattr(config, "layer_types", None) or []
+    recurrent = layer_types.count("linear_attention")
     layers = config.num_hidden_layers - recurrent
-    numbers = layers * 2 * shared * width
-    flash = first.is_cuda and first.dtype in (torch.bfloat16, torch.float16) and width in SUPPORTED_HEAD_WIDTHS
+    values_per_token = layers * 2 * kv_heads * width
+    uses_flash_attention = (
+        parameter.is_cuda and parameter.dtype in (torch.bfloat16, torch.float16) and width in SUPPORTED_HEAD_WIDTHS
+    )
     # Not compiled, a mask and shared keys leave PyTorch's plainest kernel on a GPU, which works in fp32.
-    plainest = first.is_cuda and not fused and shared != heads
+    writes_scores = parameter.is_cuda and not fused and kv_heads != heads
     return {
-        "kv_bytes": float(numbers * first.element_size()),
-        "kv_gradient_bytes": float(numbers * 4),
-        "branching_bytes": float(layers * heads * width * first.element_size()),
-        "score_bytes": 4.0 * layers * heads if plainest else 0.0,
-        "recurrent_state_bytes": 2.0 * recurrent * _estimate_recurrent_state_bytes(config, first.element_size())
+        "kv_bytes": float(values_per_token * parameter.element_size()),
+        "kv_gradient_bytes": float(values_per_token * 4),
+        "branching_bytes": float(layers * heads * width * parameter.element_size()),
+        "score_bytes": 4.0 * layers * heads if writes_scores else 0.0,
+        "recurrent_state_bytes": 2.0 * recurrent * _estimate_recurrent_state_bytes(config, parameter.element_size())
         if recurrent
         else 0.0,
-        "length_multiple": length_multiple if flash else None,
-        "splits_context": flash and fused,
-        "windowed_share": kinds.count("sliding_attention") / layers if layers else 0.0,
+        "length_multiple": length_multiple if uses_flash_attention else None,
+        "splits_context": uses_flash_attention and fused,
+        "windowed_share": layer_types.count("sliding_attention") / layers if layers else 0.0,
     }
 
 
@@ -172,10 +174,10 @@ def _estimate_logit_bytes(model: Any) -> float:
 
 def choose_length_multiple(model: Any) -> int:
     """The number that the lengths of flash attention's calls are multiples of."""
-    large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE_MODEL_PARAMETERS and not _has_experts(
-        model.config.get_text_config()
-    )
-    return FINE_LENGTH_MULTIPLE_TOKENS if large else LENGTH_MULTIPLE_TOKENS
+    is_large = sum(
+        parameter.numel() for parameter in model.parameters()
+    ) >= _LARGE_MODEL_PARAMETERS and not _has_experts(model.config.get_text_config())
+    return FINE_LENGTH_MULTIPLE_TOKENS if is_large else LENGTH_MULTIPLE_TOKENS
 
 
 def _estimate_activation_bytes(model: Any, fused: bool) -> float:
@@ -183,27 +185,29 @@ def _estimate_activation_bytes(model: Any, fused: bool) -> float:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     width = _get_head_width(config)
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
+    hidden, feed_forward = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
     size = next(model.parameters()).element_size()
-    finer = any(parameter.element_size() > size for parameter in model.parameters() if parameter.requires_grad)
-    if fused and not _has_experts(config) and not finer:
+    has_wider_parameters = any(
+        parameter.element_size() > size for parameter in model.parameters() if parameter.requires_grad
+    )
+    if fused and not _has_experts(config) and not has_wider_parameters:
         # What goes into norms, and into attention and the feed-forward part; the latter's first two products. Queries
         # before and behind their rotation, and the output; keys likewise, and values.
         norms = sum(parameter.shape == (hidden,) for parameter in model.parameters()) // config.num_hidden_layers
-        shared = getattr(config, "num_key_value_heads", None) or heads
-        numbers = 1.05 * ((2 + max(2, norms)) * hidden + 2 * inner + 3 * (heads + shared) * width)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        values_per_token = 1.05 * ((2 + max(2, norms)) * hidden + 2 * feed_forward + 3 * (heads + kv_heads) * width)
     else:
         # Adapters in fp32 have a copy of what goes into them; experts aren't compiled.
-        numbers = 10 * hidden + (6 if _has_experts(config) else 4) * inner + 6 * heads * width
+        values_per_token = 10 * hidden + (6 if _has_experts(config) else 4) * feed_forward + 6 * heads * width
     layers = config.num_hidden_layers
     recurrent = (getattr(config, "layer_types", None) or []).count("linear_attention")
-    more = (
+    recurrent_bytes = (
         recurrent
         * getattr(config, "linear_num_value_heads", 0)
         * 4
         * (20 * getattr(config, "linear_value_head_dim", 0) + 384)
     )
-    return float(layers * numbers * size + more)
+    return float(layers * values_per_token * size + recurrent_bytes)
 
 
 def _get_head_width(config: Any) -> int:

@@ -123,11 +123,11 @@ class ServiceProcess:
     async def _start_with_retries(self, *, has_served: bool) -> None:
         """What ends by itself at the first start of all is not configured right; what is killed is tried again, and so
         is what has served before."""
-        for tried, delay in enumerate(backoff.backoff_delays(_FIRST_RESTART_SECONDS, _MAX_RESTART_SECONDS), 1):
+        for attempt, delay in enumerate(backoff.backoff_delays(_FIRST_RESTART_SECONDS, _MAX_RESTART_SECONDS), 1):
             status = await self._start()
             if status is None:
                 return
-            if tried == _MAX_START_ATTEMPTS or (status >= 0 and not has_served):
+            if attempt == _MAX_START_ATTEMPTS or (status >= 0 and not has_served):
                 raise ConfigError(
                     f"The rollout service did not start (exit status {status}): {self._read_last_log_lines()}"
                 )

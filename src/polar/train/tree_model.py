@@ -64,28 +64,30 @@ class _ChunkPass(Struct):
                     query, key, value, pieces, scale, length_multiple=self.length_multiple, compiled=compiled
                 )
             if self.partial_mask is not None and self.partial_mask.supports_flex_attention(query):
-                whole, rest = _split_context(
+                shared_context, own_context = _split_context(
                     self.context,
                     flash_attention.round_context_length(self.chunk.fully_visible_tokens, self.length_multiple),
                 )
-                own = self.partial_mask.attend_with_lse(query, *self._prepend_context(layer, key, value, rest), scale)
-                pieces = self._get_context_pieces(layer, whole)
+                own_output = self.partial_mask.attend_with_lse(
+                    query, *self._prepend_context(layer, key, value, own_context), scale
+                )
+                pieces = self._get_context_pieces(layer, shared_context)
                 return flash_attention.extend_with_context(
-                    query, *own, pieces, scale, length_multiple=self.length_multiple, compiled=True
+                    query, *own_output, pieces, scale, length_multiple=self.length_multiple, compiled=True
                 )
         return self.mask.attend(query, *self._prepend_context(layer, key, value, self.context), scale, window)
 
     def _get_context_pieces(self, layer: int, context: list["_ContextInterval"]) -> list[flash_attention.KeyValuePiece]:
         """Views of the context's keys and values."""
 
-        def piece(one: "_ChunkPass", start: int, stop: int) -> flash_attention.KeyValuePiece:
-            def give_back(low: int, high: int, key: Tensor, value: Tensor) -> None:
-                one.add_gradients(layer, start + low, start + high, key, value)
+        def make_piece(chunk_pass: "_ChunkPass", start: int, stop: int) -> flash_attention.KeyValuePiece:
+            def add_gradients(low: int, high: int, key: Tensor, value: Tensor) -> None:
+                chunk_pass.add_gradients(layer, start + low, start + high, key, value)
 
-            key, value = one.keys[layer].detach(), one.values[layer].detach()
-            return flash_attention.KeyValuePiece(key[:, :, start:stop], value[:, :, start:stop], give_back)
+            key, value = chunk_pass.keys[layer].detach(), chunk_pass.values[layer].detach()
+            return flash_attention.KeyValuePiece(key[:, :, start:stop], value[:, :, start:stop], add_gradients)
 
-        return [piece(*where) for where in context]
+        return [make_piece(*interval) for interval in context]
 
     def _prepend_context(
         self, layer: int, key: Tensor, value: Tensor, context: list["_ContextInterval"]
@@ -94,7 +96,7 @@ class _ChunkPass(Struct):
         if not context:
             return key, value
         pieces = self._get_context_pieces(layer, context)
-        keys, values = torch.cat([one.key for one in pieces], 2), torch.cat([one.value for one in pieces], 2)
+        keys, values = torch.cat([piece.key for piece in pieces], 2), torch.cat([piece.value for piece in pieces], 2)
         if torch.is_grad_enabled():
             # Tensors that depend on no trained parameter need no gradient.
             self.context_copies[layer] = (
@@ -107,12 +109,12 @@ class _ChunkPass(Struct):
     def propagate_context_gradients(self) -> None:
         """Adds the gradients of the copied keys and values to those of the chunks that they came from."""
         for layer, (keys, values, context) in self.context_copies.items():
-            at = 0
-            for one, start, stop in context:
-                here = slice(at, at + stop - start)
-                key, value = (None if it.grad is None else it.grad[:, :, here] for it in (keys, values))
-                one.add_gradients(layer, start, stop, key, value)
-                at += stop - start
+            offset = 0
+            for source, start, stop in context:
+                interval = slice(offset, offset + stop - start)
+                key, value = (None if tensor.grad is None else tensor.grad[:, :, interval] for tensor in (keys, values))
+                source.add_gradients(layer, start, stop, key, value)
+                offset += stop - start
         self.context_copies.clear()
 
     def add_gradients(self, layer: int, start: int, stop: int, key: Tensor | None, value: Tensor | None) -> None:
@@ -126,18 +128,18 @@ _ContextInterval = tuple[_ChunkPass, int, int]
 
 
 def _split_context(
-    context: list[_ContextInterval], whole: int
+    context: list[_ContextInterval], count: int
 ) -> tuple[list[_ContextInterval], list[_ContextInterval]]:
     """The context's first `count` tokens, and the rest."""
     first: list[_ContextInterval] = []
     rest: list[_ContextInterval] = []
-    for one, start, stop in context:
-        edge = start + min(whole, stop - start)
-        whole -= edge - start
+    for chunk_pass, start, stop in context:
+        edge = start + min(count, stop - start)
+        count -= edge - start
         if start < edge:
-            first.append((one, start, edge))
+            first.append((chunk_pass, start, edge))
         if edge < stop:
-            rest.append((one, edge, stop))
+            rest.append((chunk_pass, edge, stop))
     return first, rest
 
 
@@ -202,24 +204,24 @@ class TreeModel:
     @torch.no_grad()
     def compute_logprobs(self, packed: PackedTrees) -> Tensor:
         """The log-probability of each term, in the order of the trees' entries."""
-        found = torch.zeros(len(packed.terms), device=self._device)
+        term_logprobs = torch.zeros(len(packed.terms), device=self._device)
         waiting: list[_ChunkPass] = []
         with use_compiler_settings():
             for chunk in self._plan_chunks(packed, training=False):
                 waiting.append(self._start_pass(packed, chunk, waiting))
                 self._forward(packed, waiting[-1])
                 for index, logprobs in self._compute_term_logprobs(packed, waiting[-1]):
-                    found[index] = logprobs
+                    term_logprobs[index] = logprobs
                 waiting[-1].hidden = None
                 while _is_done(waiting, chunk):
                     waiting.pop()
-        return found
+        return term_logprobs
 
     def backward(self, packed: PackedTrees, loss: LossFunction) -> Tensor:
         """Adds the gradient of the loss to the parameters' gradients. Returns the log-probabilities of the terms.
 
         If memory runs out, a part of the gradient has been added already, and the caller must discard it."""
-        found = torch.zeros(len(packed.terms), device=self._device)
+        term_logprobs = torch.zeros(len(packed.terms), device=self._device)
         waiting: list[_ChunkPass] = []  # the only references, so a pass's tensors are freed when it ends
         with use_compiler_settings():
             for chunk in self._plan_chunks(packed, training=True):
@@ -227,9 +229,9 @@ class TreeModel:
                 with torch.set_grad_enabled(chunk.keeps_activations):
                     self._forward(packed, waiting[-1])
                 while _is_done(waiting, chunk):
-                    self._backward(packed, waiting[-1], loss, found)
+                    self._backward(packed, waiting[-1], loss, term_logprobs)
                     waiting.pop()
-        return found
+        return term_logprobs
 
     def reduce_memory(self, packed: PackedTrees, *, training: bool) -> str | None:
         """Keeps less in memory from now on. Returns a description of the change, or None if no less is possible."""
@@ -245,21 +247,23 @@ class TreeModel:
     def _start_pass(self, packed: PackedTrees, chunk: Chunk, waiting: list[_ChunkPass]) -> _ChunkPass:
         context = []
         for start, stop in chunk.context:
-            for one in waiting:
-                low, high = max(start, one.chunk.start), min(stop, one.chunk.stop)
+            for earlier_pass in waiting:
+                low, high = max(start, earlier_pass.chunk.start), min(stop, earlier_pass.chunk.stop)
                 if low < high:
-                    context.append((one, low - one.chunk.start, high - one.chunk.start))
+                    context.append((earlier_pass, low - earlier_pass.chunk.start, high - earlier_pass.chunk.start))
         recurrence = None
         if self._recurrent:
-            earlier = (one.recurrence for one in waiting if one.recurrence is not None)
-            recurrence = Recurrence.from_chunk(packed, chunk, earlier, self._device)
+            recurrences = (earlier_pass.recurrence for earlier_pass in waiting if earlier_pass.recurrence is not None)
+            recurrence = Recurrence.from_chunk(packed, chunk, recurrences, self._device)
 
         def build_mask(skip: int) -> AttentionMask:
             return AttentionMask.from_chunk(packed, chunk, self._device, compiled=self._compiled, skip=skip)
 
-        whole = flash_attention.round_context_length(chunk.fully_visible_tokens, self.attention_length_multiple)
-        within = build_mask(whole) if whole and self._compiled else None
-        return _ChunkPass(chunk, build_mask(0), context, self.attention_length_multiple, within, recurrence)
+        shared_context = flash_attention.round_context_length(
+            chunk.fully_visible_tokens, self.attention_length_multiple
+        )
+        partial_mask = build_mask(shared_context) if shared_context and self._compiled else None
+        return _ChunkPass(chunk, build_mask(0), context, self.attention_length_multiple, partial_mask, recurrence)
 
     def _forward(self, packed: PackedTrees, chunk_pass: _ChunkPass) -> None:
         chunk = chunk_pass.chunk
@@ -274,21 +278,25 @@ class TreeModel:
             chunk_pass.keys, chunk_pass.values = {}, {}
             self._forward(packed, chunk_pass)
         assert chunk_pass.hidden is not None
-        back: list[tuple[Tensor, Tensor]] = []  # what this chunk left, and its gradient
+        outputs_and_grads: list[tuple[Tensor, Tensor]] = []  # what this chunk left, and its gradient
         if len(chunk_pass.hidden):
             hidden, chunk_pass.hidden = chunk_pass.hidden, chunk_pass.hidden.detach().requires_grad_()
             for index, logprobs in self._compute_term_logprobs(packed, chunk_pass):
                 logprobs_out[index] = logprobs.detach()
                 torch.autograd.backward(loss(index, logprobs))
             if chunk_pass.hidden.grad is not None:
-                back.append((hidden, chunk_pass.hidden.grad))
-        back += [(chunk_pass.keys[layer], grad) for layer, grad in chunk_pass.key_grads.items()]
-        back += [(chunk_pass.values[layer], grad) for layer, grad in chunk_pass.value_grads.items()]
+                outputs_and_grads.append((hidden, chunk_pass.hidden.grad))
+        outputs_and_grads += [(chunk_pass.keys[layer], grad) for layer, grad in chunk_pass.key_grads.items()]
+        outputs_and_grads += [(chunk_pass.values[layer], grad) for layer, grad in chunk_pass.value_grads.items()]
         if chunk_pass.recurrence is not None:
-            back += chunk_pass.recurrence.collect_saved_state_gradients()
-        back = [(tensor, grad.to(tensor.dtype)) for tensor, grad in back if tensor.requires_grad]
-        if back:
-            torch.autograd.backward([tensor for tensor, _ in back], [grad for _, grad in back])
+            outputs_and_grads += chunk_pass.recurrence.collect_saved_state_gradients()
+        outputs_and_grads = [
+            (tensor, grad.to(tensor.dtype)) for tensor, grad in outputs_and_grads if tensor.requires_grad
+        ]
+        if outputs_and_grads:
+            torch.autograd.backward(
+                [tensor for tensor, _ in outputs_and_grads], [grad for _, grad in outputs_and_grads]
+            )
         chunk_pass.propagate_context_gradients()
         if chunk_pass.recurrence is not None:
             chunk_pass.recurrence.propagate_gradients()
@@ -297,19 +305,19 @@ class TreeModel:
         """Yields some terms at a time: their entry indices and their log-probabilities."""
         assert chunk_pass.hidden is not None
         terms = packed.terms
-        here = _select_terms(packed, chunk_pass.chunk)
-        _, row = np.unique(terms.positions[here], return_inverse=True)
+        term_slice = _select_terms(packed, chunk_pass.chunk)
+        _, row = np.unique(terms.positions[term_slice], return_inverse=True)
         for low in range(0, len(row), LOGIT_BATCH_TERMS):
             high = min(low + LOGIT_BATCH_TERMS, len(row))
-            first, behind = int(row[low]), int(row[high - 1]) + 1
-            logits = self._head(chunk_pass.hidden[first:behind])
-            several = behind - first < high - low  # samplings behind the same token
-            rows = to_device(row[low:high] - first, self._device) if several else None
-            some = slice(here.start + low, here.start + high)
-            targets = to_device(terms.target[some], self._device).long()
-            temperature = to_device(terms.temperature[some], self._device)
+            first, last = int(row[low]), int(row[high - 1]) + 1
+            logits = self._head(chunk_pass.hidden[first:last])
+            shares_rows = last - first < high - low  # samplings behind the same token
+            rows = to_device(row[low:high] - first, self._device) if shares_rows else None
+            batch = slice(term_slice.start + low, term_slice.start + high)
+            targets = to_device(terms.target[batch], self._device).long()
+            temperature = to_device(terms.temperature[batch], self._device)
             yield (
-                to_device(terms.entry_indices[some], self._device),
+                to_device(terms.entry_indices[batch], self._device),
                 compute_chosen_logprobs(logits, targets, temperature, rows=rows, compiled=self._compiled),
             )
 
@@ -406,13 +414,13 @@ def _compute_reference_logprobs(model: Any) -> Tensor:
     """The log-probabilities of the probe tree's terms, branch by branch, with the model's own attention."""
     packed = _make_probe_tree(model)
     ids = torch.from_numpy(packed.ids).long().to(model.device)
-    found = torch.empty(len(ids) - 1)
+    reference = torch.empty(len(ids) - 1)
     for start in (_TRUNK_TOKENS, _TRUNK_TOKENS + _BRANCH_TOKENS):
         path = [*range(_TRUNK_TOKENS), *range(start, start + _BRANCH_TOKENS)]
         logprobs = model(input_ids=ids[path][None], use_cache=False).logits[0].float().log_softmax(-1)
-        for place in range(1, len(path)):
-            found[path[place] - 1] = logprobs[place - 1, ids[path[place]]].cpu()
-    return found
+        for position in range(1, len(path)):
+            reference[path[position] - 1] = logprobs[position - 1, ids[path[position]]].cpu()
+    return reference
 
 
 def _check_tree_logprobs(model: Any, over_tree: Tensor, reference: Tensor) -> None:
@@ -436,19 +444,19 @@ class SequentialModel:
 
     @torch.no_grad()
     def compute_logprobs(self, packed: PackedTrees) -> Tensor:
-        found = torch.zeros(len(packed.terms), device=self._model.device)
+        term_logprobs = torch.zeros(len(packed.terms), device=self._model.device)
         for path, terms in _iterate_paths(packed):
-            found[self._get_entry_indices(packed, terms)] = self._score_path(packed, path, terms)
-        return found
+            term_logprobs[self._get_entry_indices(packed, terms)] = self._score_path(packed, path, terms)
+        return term_logprobs
 
     def backward(self, packed: PackedTrees, loss: LossFunction) -> Tensor:
-        found = torch.zeros(len(packed.terms), device=self._model.device)
+        term_logprobs = torch.zeros(len(packed.terms), device=self._model.device)
         for path, terms in _iterate_paths(packed):
             index = self._get_entry_indices(packed, terms)
             logprobs = self._score_path(packed, path, terms)
-            found[index] = logprobs.detach()
+            term_logprobs[index] = logprobs.detach()
             torch.autograd.backward(loss(index, logprobs))
-        return found
+        return term_logprobs
 
     def reduce_memory(self, packed: PackedTrees, *, training: bool) -> str | None:  # noqa: ARG002
         """Not possible: a sequence is computed as a whole."""
@@ -457,8 +465,8 @@ class SequentialModel:
     def _score_path(self, packed: PackedTrees, path: Indices, terms: Indices) -> Tensor:
         device = self._model.device
         ids = torch.from_numpy(packed.ids[path]).long().to(device)
-        places = torch.from_numpy(packed.depths[packed.terms.positions[terms]]).long().to(device)
-        logits = self._model(input_ids=ids[None], use_cache=False).logits[0, places]
+        positions = torch.from_numpy(packed.depths[packed.terms.positions[terms]]).long().to(device)
+        logits = self._model(input_ids=ids[None], use_cache=False).logits[0, positions]
         temperature = torch.from_numpy(packed.terms.temperature[terms]).to(device)
         targets = torch.from_numpy(packed.terms.target[terms]).long().to(device)
         return compute_chosen_logprobs(logits, targets, temperature)
@@ -469,9 +477,9 @@ class SequentialModel:
 
 def _iterate_paths(packed: PackedTrees) -> Iterator[tuple[Indices, Indices]]:
     """Yields paths from a root to a leaf, each with the terms computed on it. Every term occurs once."""
-    asked: dict[int, list[int]] = {}
-    for term, at in enumerate(packed.terms.positions):
-        asked.setdefault(int(at), []).append(term)
+    terms_by_token: dict[int, list[int]] = {}
+    for term, position in enumerate(packed.terms.positions):
+        terms_by_token.setdefault(int(position), []).append(term)
     leaves = np.setdiff1d(np.arange(len(packed)), packed.before)
     for leaf in leaves:
         path = []
@@ -479,6 +487,6 @@ def _iterate_paths(packed: PackedTrees) -> Iterator[tuple[Indices, Indices]]:
         while token >= 0:
             path.append(token)
             token = int(packed.before[token])
-        terms = [term for token in reversed(path) for term in asked.pop(token, ())]
+        terms = [term for token in reversed(path) for term in terms_by_token.pop(token, ())]
         if terms:
             yield np.array(path[::-1], np.int64), np.array(terms, np.int64)

@@ -31,7 +31,7 @@ from polar.weight_sync import merged_weights
 from tests.selection import leave_to_slow
 from tests.unit.train import tiny
 from tests.unit.train.test_learner import batch, learner
-from tests.unit.train.test_passes import gradients, llama
+from tests.unit.train.test_tree_model import gradients, llama
 from tests.unit.train.trees import group, group_tree
 
 
