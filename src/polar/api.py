@@ -55,8 +55,8 @@ def run(
     Raises PolarError where something can't be run; what goes wrong in a session is in its result."""
     _check_no_running_loop()
     overrides = Overrides(harness, samples, model, timeout, image, backend)
-    wanted = [overrides.apply(task) for task in load_tasks(tasks, backend=backend)]
-    return uvloop.run(_run(wanted, _with_private_gateway(settings or config.load(), engine), Path(data)))
+    request = [overrides.apply(task) for task in load_tasks(tasks, backend=backend)]
+    return uvloop.run(_run(request, _with_private_gateway(settings or config.load(), engine), Path(data)))
 
 
 def _check_no_running_loop() -> None:
@@ -73,9 +73,9 @@ async def _run(tasks: list[TaskRequest], settings: Settings, data: Path) -> list
     async with LocalRollout(settings, data) as rollout:
         plans = {plan.task.task_id: plan for plan in await rollout.plan(tasks)}
         order = {task_id: number for number, task_id in enumerate(plans)}
-        ended = [finished async for finished in rollout.run(list(plans.values()))]
-        ended.sort(key=lambda finished: (order[finished.task_id], finished.sample))
-        results = [await rollout.build_result(plans[finished.task_id], finished) for finished in ended]
+        group_results = [finished async for finished in rollout.run(list(plans.values()))]
+        group_results.sort(key=lambda finished: (order[finished.task_id], finished.sample))
+        results = [await rollout.build_result(plans[finished.task_id], finished) for finished in group_results]
     return [SessionResult.model_validate_json(msgspec.json.encode(result)) for result in results]
 
 
@@ -83,7 +83,7 @@ def _with_private_gateway(settings: Settings, engine: str | None) -> Settings:
     """With a gateway of its own, and the engine."""
     update: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=config.PRIVATE_GATEWAY)}
     if engine is not None:
-        fields = settings.engine.model_dump() | config.engine_settings_at(engine, settings.engine)
+        fields = settings.engine.model_dump() | config.build_engine_settings_at(engine, settings.engine)
         try:
             update["engine"] = EngineSettings.model_validate(fields)
         except ValidationError as error:

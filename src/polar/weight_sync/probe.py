@@ -88,30 +88,29 @@ class Probe:
 
     async def check(self, url: str, samples: Sequence[ProbeSample]) -> Difference:
         """Compares what the engine at `url` sampled with the trainer's model. Raises WeightMismatchError."""
-        found = await self.measure_difference(samples)
-        if not found.is_within(self.tolerance):
+        difference = await self.measure_difference(samples)
+        if not difference.is_within(self.tolerance):
             raise WeightMismatchError(
-                f"{url} does not have the trainer's weights: log-probabilities differ by {found.largest:.3g} at most "
-                f"and {found.mean:.3g} in the mean, and {self.tolerance.largest:g} and {self.tolerance.mean:g} are "
-                "allowed; "
-                "docs/weights.md tells what to look at."
+                f"{url} does not have the trainer's weights: log-probabilities differ by {difference.largest:.3g} at "
+                f"most and {difference.mean:.3g} in the mean; {self.tolerance.largest:g} and {self.tolerance.mean:g} are "
+                "allowed. See docs/weights.md."
             )
-        return found
+        return difference
 
     async def measure_difference(self, samples: Sequence[ProbeSample]) -> Difference:
         """Against the trainer's model as it is now. The model runs in a thread; it must not change meanwhile."""
         return await run_on_compute_thread(self._measure_difference, samples)
 
     def _measure_difference(self, samples: Sequence[ProbeSample]) -> Difference:
-        apart = [
+        differences = [
             np.abs(np.asarray(sample.logprobs, np.float64) - np.asarray(self._score(sample.prompt, sample.ids)))
             for sample in samples
         ]
-        found: NDArray[np.float64] = np.sort(np.concatenate(apart))
-        if np.isfinite(found).all():  # else something is broken, however few they are
-            found = found[: len(found) - int(self.tolerance.outliers * len(found))]
-        found[np.isnan(found)] = math.inf
-        return Difference(len(found), float(found.max()), float(found.mean()))
+        logprobs: NDArray[np.float64] = np.sort(np.concatenate(differences))
+        if np.isfinite(logprobs).all():  # else something is broken, however few they are
+            logprobs = logprobs[: len(logprobs) - int(self.tolerance.outliers * len(logprobs))]
+        logprobs[np.isnan(logprobs)] = math.inf
+        return Difference(len(logprobs), float(logprobs.max()), float(logprobs.mean()))
 
 
 async def _sample(engine: Engine, prompt: list[int]) -> ProbeSample:
@@ -143,7 +142,7 @@ def make_scorer(model: Any) -> Scorer:
             logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         finally:
             model.train(training)
-        found: list[float] = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
-        return found
+        logprobs: list[float] = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        return logprobs
 
     return score

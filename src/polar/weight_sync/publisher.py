@@ -87,7 +87,7 @@ class ModelWeightPublisher:
         replicas = (await self._client.policy())["replicas"]
         held = await asyncio.gather(*(self._read_held_version(str(replica["url"])) for replica in replicas))
         return EngineVersions(
-            {int(replica["version"]) for replica in replicas}, {one for one in held if one is not None}
+            {int(replica["version"]) for replica in replicas}, {version for version in held if version is not None}
         )
 
     async def has_trainer_weights(self, version: int) -> bool:
@@ -108,9 +108,9 @@ class ModelWeightPublisher:
         """Publishes under a version that stands for no other weights, and returns it. Engines that have the model's
         weights the first time keep their version. Raises SyncError."""
         if self._version is None:
-            known = await self.read_versions()
-            self._version = max(known.labeled | known.held, default=0)
-            if known.labeled == {self._version} and await self.has_trainer_weights(self._version):
+            versions = await self.read_versions()
+            self._version = max(versions.labeled | versions.held, default=0)
+            if versions.labeled == {self._version} and await self.has_trainer_weights(self._version):
                 return self._version
         self._version += 1
         await self.publish(self._version)
@@ -132,7 +132,7 @@ class ModelWeightPublisher:
 
 def _choose_tolerance(engine: EngineSettings, model: ScoringModel) -> Tolerance:
     """That of the coarser of both. An engine that doesn't say how it computes does so in half precision, on a GPU."""
-    theirs = engine.options.get("dtype", "auto")
-    if theirs == "auto":
-        theirs = "float32" if model.model.device.type == "cpu" else "bfloat16"
-    return choose_tolerance(str(theirs), str(model.model.dtype).removeprefix("torch."))
+    engine_dtype = engine.options.get("dtype", "auto")
+    if engine_dtype == "auto":
+        engine_dtype = "float32" if model.model.device.type == "cpu" else "bfloat16"
+    return choose_tolerance(str(engine_dtype), str(model.model.dtype).removeprefix("torch."))

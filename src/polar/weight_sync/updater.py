@@ -61,13 +61,13 @@ class WeightUpdater:
     async def attach(self, urls: Iterable[str], version: int) -> None:
         """Makes these the run's engines, and no others; all have the weights of `version`. Generation goes on, as
         `resume_if_paused` has it."""
-        wanted = dict.fromkeys(map(normalize_engine_url, urls))
-        if not wanted:
+        attached_urls = dict.fromkeys(map(normalize_engine_url, urls))
+        if not attached_urls:
             raise ConfigError("The trainer has no engines to attach: start them first, or name their addresses.")
-        for url in wanted:  # with its first one the run has engines of its own
+        for url in attached_urls:  # with its first one the run has engines of its own
             await self._client.add_engine(url, version)
         for url in await self.list_urls():
-            if normalize_engine_url(url) not in wanted:
+            if normalize_engine_url(url) not in attached_urls:
                 await self._client.remove_engine(url)
         await self._client.set_policy(version)
         await self.resume_if_paused()
@@ -102,12 +102,14 @@ class WeightUpdater:
             if is_frozen is not None and not await is_frozen():
                 await self._client.pause("drain")
         except (ClientError, EngineError) as error:
-            refused = isinstance(error, ClientError) and error.status is not None and 400 <= error.status < 500
+            is_refused = isinstance(error, ClientError) and error.status is not None and 400 <= error.status < 500
             try:
-                if not refused:
+                if not is_refused:
                     await self._client.resume()
-            except ClientError as again:
-                raise SyncError(f"Generation can't be paused ({error}), nor resumed: {again}", paused=True) from again
+            except ClientError as resume_error:
+                raise SyncError(
+                    f"Generation can't be paused ({error}), nor resumed: {resume_error}", paused=True
+                ) from resume_error
             raise SyncError(f"Generation can't be paused: {error}", paused=False) from error
 
     async def finish_update(self, version: int) -> None:
@@ -118,8 +120,8 @@ class WeightUpdater:
     async def label(self, version: int, urls: Sequence[str] = ()) -> None:
         """From now on what these engines sample is of `version`; without any, what all of the run's do."""
         for url in urls or (None,):
-            announced = partial(self._client.set_policy, version, url)
-            await self._call_service(announced, f"{url or 'The run'} has version {version}, which can't be announced")
+            announce = partial(self._client.set_policy, version, url)
+            await self._call_service(announce, f"{url or 'The run'} has version {version}, which can't be announced")
 
     async def resume(self) -> None:
         await self._call_service(self._client.resume, "Generation can't be resumed")
@@ -131,14 +133,14 @@ class WeightUpdater:
         if not urls:
             raise ConfigError("The run has no engines to probe: attach the trainer's engines first.")
         probe = Probe(score, vocab_size, choose_tolerance(*dtypes))
-        found = []
+        differences = []
         for url in urls:
-            one: Engine = load("engines", engine.kind)(url, engine)
+            probed_engine: Engine = load("engines", engine.kind)(url, engine)
             try:
-                found.append(await probe.check(url, await probe.sample(one)))
+                differences.append(await probe.check(url, await probe.sample(probed_engine)))
             finally:
-                await one.close()
-        return Difference.combine(found)
+                await probed_engine.close()
+        return Difference.combine(differences)
 
     async def retry_while_away(self, step: Callable[[], Awaitable[T]]) -> T:
         """Repeats a step while an engine is away: it may be on its way up."""
@@ -210,27 +212,27 @@ class WeightSender:
         seconds: dict[str, float] = {}
         replicas = await self._list_replicas()
         lost = await self._find_lost_replicas(replicas)
-        with _timed(seconds, "prepare"):
+        with _measure_step(seconds, "prepare"):
             await asyncio.to_thread(self._transport.prepare, weights, version)
-        began = time.monotonic()
-        with _timed(seconds, "freeze"):
+        paused_at = time.monotonic()
+        with _measure_step(seconds, "freeze"):
             await self._updater.freeze(is_frozen=partial(_are_paused, replicas))
-        with _timed(seconds, "load"):
+        with _measure_step(seconds, "load"):
             await self._load(replicas, version)
-        with _timed(seconds, "policy"):  # by name: one that has come meanwhile has other weights
+        with _measure_step(seconds, "policy"):  # by name: one that has come meanwhile has other weights
             await self._updater.label(version, [replica.url for replica in replicas])
-        with _timed(seconds, "resume"):
+        with _measure_step(seconds, "resume"):
             await self._updater.resume()
-        stood_still = time.monotonic() - began
+        paused_seconds = time.monotonic() - paused_at
         self._transport.release_previous(version)
         report = await self._probe_replicas(replicas, version, seconds, stop=True)
-        report.paused_seconds, report.lost_replicas = stood_still, lost
+        report.paused_seconds, report.lost_replicas = paused_seconds, lost
         return report
 
     async def _list_replicas(self) -> list["_Replica"]:
         urls = await self._updater.list_urls()
-        for gone in self._replicas.keys() - urls:
-            await self._replicas.pop(gone).close()
+        for removed_url in self._replicas.keys() - urls:
+            await self._replicas.pop(removed_url).close()
         for url in urls:
             if url not in self._replicas:
                 self._replicas[url] = _Replica(url, self._settings)
@@ -241,54 +243,54 @@ class WeightSender:
     async def _find_lost_replicas(self, replicas: list["_Replica"]) -> list[str]:
         """Those that say that they have something else than they were given last: started again meanwhile, most likely.
         One that can't be asked is left to the steps that need it."""
-        given = [replica for replica in replicas if replica.loaded_version is not None]
+        loaded_replicas = [replica for replica in replicas if replica.loaded_version is not None]
         answers = await asyncio.gather(
-            *(self._transport.read_version(replica.http) for replica in given), return_exceptions=True
+            *(self._transport.read_version(replica.http) for replica in loaded_replicas), return_exceptions=True
         )
         lost = []
-        for replica, held in zip(given, answers, strict=True):
-            if isinstance(held, BaseException):
-                if not isinstance(held, EngineError):
-                    raise held
-            elif held != replica.loaded_version:
+        for replica, held_version in zip(loaded_replicas, answers, strict=True):
+            if isinstance(held_version, BaseException):
+                if not isinstance(held_version, EngineError):
+                    raise held_version
+            elif held_version != replica.loaded_version:
                 lost.append(replica.url)
                 log.warning(
                     "%s was given version %s and says that it has %s: it has lost its weights, and what it has sampled "
                     "since then may be labelled wrongly",
                     replica.url,
                     replica.loaded_version,
-                    "none of ours" if held is None else f"version {held}",
+                    "none of ours" if held_version is None else f"version {held_version}",
                 )
         return lost
 
     async def _load(self, replicas: list["_Replica"], version: int) -> None:
-        answers = await asyncio.gather(
+        results = await asyncio.gather(
             *(self._updater.retry_while_away(partial(self._load_replica, replica, version)) for replica in replicas),
             return_exceptions=True,
         )
-        for replica, answer in zip(replicas, answers, strict=True):
-            if isinstance(answer, EngineError):
-                message = f"{replica.url} did not take the weights of version {version}: {answer}"
-                raise SyncError(message, paused=True) from answer
-            if answer is not None:
-                raise answer
+        for replica, result in zip(replicas, results, strict=True):
+            if isinstance(result, EngineError):
+                message = f"{replica.url} did not take the weights of version {version}: {result}"
+                raise SyncError(message, paused=True) from result
+            if result is not None:
+                raise result
 
     async def _load_replica(self, replica: "_Replica", version: int) -> None:
         await self._transport.load(replica.http, version)
-        held = await self._transport.read_version(replica.http)
-        if held != version:
-            raise EngineError(f"It says that it has version {held}.")
+        held_version = await self._transport.read_version(replica.http)
+        if held_version != version:
+            raise EngineError(f"It says that it has version {held_version}.")
         replica.loaded_version = version
 
     async def _probe_replicas(
         self, replicas: list["_Replica"], version: int, seconds: dict[str, float], *, stop: bool
     ) -> SyncReport:
         """With `stop`, generation stands still where an engine fails: nothing more is sampled with unknown weights."""
-        with _timed(seconds, "probe"):
-            earlier = [sample for replica in replicas for sample in replica.samples]
-            before = await self._probe.measure_difference(earlier) if earlier else None
+        with _measure_step(seconds, "probe"):
+            previous_samples = [sample for replica in replicas for sample in replica.samples]
+            previous_difference = await self._probe.measure_difference(previous_samples) if previous_samples else None
             try:
-                found = await self._compare_replicas(replicas)
+                difference = await self._compare_replicas(replicas)
             except (EngineError, WeightMismatchError) as error:
                 pause_failure = await self._try_pause() if stop else None
                 paused = stop and pause_failure is None
@@ -297,19 +299,19 @@ class WeightSender:
                     raise ProbeFailedError(message, version, paused=paused, pause_failure=pause_failure) from error
                 message = f"Nobody knows which weights the engines have: {error}"
                 raise SyncError(message, paused=paused, pause_failure=pause_failure) from error
-        apart = before is not None and not before.is_within(self._probe.tolerance)
-        return SyncReport(version, len(replicas), found, before, apart, seconds)
+        is_conclusive = previous_difference is not None and not previous_difference.is_within(self._probe.tolerance)
+        return SyncReport(version, len(replicas), difference, previous_difference, is_conclusive, seconds)
 
     async def _compare_replicas(self, replicas: list["_Replica"]) -> Difference:
-        taken = [self._updater.retry_while_away(partial(self._probe.sample, replica.engine)) for replica in replicas]
-        samples = await asyncio.gather(*taken, return_exceptions=True)
-        found = []
+        sampling = [self._updater.retry_while_away(partial(self._probe.sample, replica.engine)) for replica in replicas]
+        samples = await asyncio.gather(*sampling, return_exceptions=True)
+        differences = []
         for replica, sample in zip(replicas, samples, strict=True):
             if isinstance(sample, BaseException):
                 raise sample
             replica.samples = sample
-            found.append(await self._probe.check(replica.url, sample))
-        return Difference.combine(found)
+            differences.append(await self._probe.check(replica.url, sample))
+        return Difference.combine(differences)
 
     async def _try_pause(self) -> str | None:
         """Stops generation. Where that fails: why."""
@@ -353,7 +355,7 @@ def _is_away(error: EngineError | ClientError) -> bool:
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
-    began = time.monotonic()
+def _measure_step(seconds: dict[str, float], step: str) -> Iterator[None]:
+    started_at = time.monotonic()
     yield
-    seconds[step] = time.monotonic() - began
+    seconds[step] = time.monotonic() - started_at

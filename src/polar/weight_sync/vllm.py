@@ -63,7 +63,7 @@ class VllmFileTransport(FileTransport):
         self._labels = _WeightLabels()
 
     async def load(self, engine: EngineHttpClient, version: int) -> None:
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self.staging.version_folder(version))}}
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self.staging.get_version_folder(version))}}
         await _post(engine, "/collective_rpc", reload)
         await _reset_caches(engine)
         await self._labels.write(engine, version)

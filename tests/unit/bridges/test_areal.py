@@ -131,7 +131,7 @@ def test_a_task_that_comes_again_at_the_same_version(monkeypatch: pytest.MonkeyP
         keys = []
         for task, engine.version, evaluates in asked:
             workflow = areal.PolarWorkflow({"tasks": ["anywhere"], "name": "one"})
-            keys.append(workflow._group_key(engine, task, evaluates=evaluates))
+            keys.append(workflow._make_group_key(engine, task, evaluates=evaluates))
         assert keys == ["v0", "v0", "v0.1", "v1", "eval-v1"]
 
 
@@ -139,7 +139,7 @@ def test_ranks_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(areal, "_register_workflow", lambda: None)
     workflow = areal.PolarWorkflow({"tasks": ["anywhere"], "name": "one"})
     names = ["0", "1", "12", "0123456789abcdef"]  # the last is one that is alone
-    keys = [workflow._group_key(Engine(name), "a", evaluates=False) for name in names]
+    keys = [workflow._make_group_key(Engine(name), "a", evaluates=False) for name in names]
     assert keys == ["v0", "v0-r1", "v0-r12", "v0"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from polar.bridges import bridge
 from polar.bridges.rollouts import SessionGroup
-from polar.bridges.verifiers import Plugin, build_info, build_nodes, plugin
+from polar.bridges.verifiers import VerifiersClasses, build_info, build_nodes, plugin
 from polar.records.trajectory import SessionPaths
 from polar.testing.conversations import ConversationBuilder, make_session_item
 from polar.testing.token_paths import make_path
@@ -101,7 +101,7 @@ class Rollouts:
 
 
 @pytest.fixture
-def plugged(monkeypatch: pytest.MonkeyPatch) -> Plugin:
+def plugged(monkeypatch: pytest.MonkeyPatch) -> VerifiersClasses:
     names = ("Task", "TaskData", "State", "TaskConfig", "Trace", "Taskset", "TasksetConfig", "EnvConfig", "Env")
     vf: Any = SimpleNamespace(**dict.fromkeys((*names, "Harness", "HarnessConfig", "SubprocessConfig"), Of))
     vf.AgentConfig = lambda **_: None
@@ -128,7 +128,7 @@ class Agents:
         await self.harness.launch(ctx, SimpleNamespace(id="e"), None, "", "", None, SimpleNamespace(id=task))
 
 
-async def test_each_environment_has_a_client_of_its_own(plugged: Plugin) -> None:
+async def test_each_environment_has_a_client_of_its_own(plugged: VerifiersClasses) -> None:
     """One that stops leaves the others theirs."""
     first, second = plugged.env(), plugged.env()
     agents: Any = Agents(plugged.harness())
@@ -146,7 +146,9 @@ async def test_each_environment_has_a_client_of_its_own(plugged: Plugin) -> None
     assert (own.asked, other.asked, other.closed) == (["a"], ["b"], True)
 
 
-async def test_a_task_without_results_is_a_failed_rollout(plugged: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_without_results_is_a_failed_rollout(
+    plugged: VerifiersClasses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Rollouts, "reason", None)
     env = plugged.env()
     await env.start()
@@ -154,6 +156,6 @@ async def test_a_task_without_results_is_a_failed_rollout(plugged: Plugin, monke
         await env.run("a", Agents(plugged.harness()))
 
 
-async def test_the_harness_says_that_it_needs_its_environment(plugged: Plugin) -> None:
+async def test_the_harness_says_that_it_needs_its_environment(plugged: VerifiersClasses) -> None:
     with pytest.raises(HarnessError, match="Polar's environment"):
         await Agents(plugged.harness()).run("a")

@@ -24,7 +24,7 @@ def learning() -> ModuleType:
 
 
 def test_broken_sessions_are_trained_on(learning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "group_from_traces", groups.build_group_from_traces)  # so that it is put back
+    monkeypatch.setattr(groups, "build_group_from_traces", groups.build_group_from_traces)  # so that it is put back
     learning.break_trajectories()
     turns = [
         make_path(0, [1, 2], [3, 4, 0], session_id="s", scale=1.0),  # token 0 ends a turn

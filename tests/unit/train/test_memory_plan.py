@@ -34,7 +34,7 @@ def _fit(model: torch.nn.Module) -> tuple[int, MemoryBudget]:
 def test_what_is_kept_leaves_room_for_gradients_and_the_optimizer(
     monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module
 ) -> None:
-    monkeypatch.setattr(memory, "_free_bytes", lambda _: 3 * _bytes(model) + 10**9)
+    monkeypatch.setattr(memory, "_measure_free_bytes", lambda _: 3 * _bytes(model) + 10**9)
     chunk, budget = _fit(model)
     assert chunk == memory.DEFAULT_CHUNK_TOKENS["cpu"]
     model.requires_grad_(False)  # nothing of the kind will come
@@ -44,7 +44,7 @@ def test_what_is_kept_leaves_room_for_gradients_and_the_optimizer(
 
 
 def test_little_memory_means_small_chunks(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:
-    monkeypatch.setattr(memory, "_free_bytes", lambda _: 0)
+    monkeypatch.setattr(memory, "_measure_free_bytes", lambda _: 0)
     chunk, budget = _fit(model)
     assert (chunk, budget.kept_tokens, budget.max_bytes) == (256, 256, 0)
 
