@@ -37,7 +37,7 @@ from benchmarks.fidelity.sessions import (
     record,
 )
 from benchmarks.process import run_async
-from benchmarks.report import Promise, describe_machine, promise_table
+from benchmarks.report import Promise, describe_machine, make_promise_table
 from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.trajectory import builders
 from polar.trajectory.session import read_session_paths
@@ -102,9 +102,9 @@ def measure(recorded: RecordedSession, harness: str, mode: Mode, *, dropped: boo
     session = read_session_paths(recorded.session, exchanges)
     built = [
         prompt_merging.build(exchanges),
-        counts.from_traces(builders.per_request(session)),
-        counts.from_traces(builders.prefix_merging(session)),
-        counts.from_tree(builders.prefix_tree([session])),
+        counts.build_session_from_traces(builders.per_request(session)),
+        counts.build_session_from_traces(builders.prefix_merging(session)),
+        counts.build_session_from_tree(builders.prefix_tree([session])),
     ]
     excluded: Counter[str] = Counter()
     for path in session.paths:
@@ -164,7 +164,7 @@ def show(report: FidelityReport, console: Console) -> None:
     console.print(_make_table(report, dropped=True))
     for what, why in report.failed.items():
         console.print(f"{what} was not counted: {why}.", highlight=False)
-    console.print(promise_table(list_promises(report)))
+    console.print(make_promise_table(list_promises(report)))
 
 
 def _make_table(report: FidelityReport, *, dropped: bool) -> Table:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks.gateway.load import FASTAPI, LITELLM, POLAR, Cost
 from benchmarks.polar_server import LoopReport
-from benchmarks.report import MB, Promise, describe_machine, promise_table
+from benchmarks.report import MB, Promise, describe_machine, make_promise_table
 
 
 class AddedLatency(Struct):
@@ -125,7 +125,7 @@ def show(report: GatewayReport, console: Console) -> None:
         _make_latency_table(report),
         _make_stream_table(report),
         _make_memory_table(report),
-        promise_table(list_promises(report)),
+        make_promise_table(list_promises(report)),
     ):
         if table.row_count:
             console.print(table)

@@ -136,7 +136,7 @@ async def _create_session(control: int) -> str:
     connection = await Connection.open(control)
     answer = await connection.call(encode_post("/sessions", b"{}"))
     connection.close()
-    return msgspec.json.decode(answer.content(), type=_Created).api_key
+    return msgspec.json.decode(answer.read_content(), type=_Created).api_key
 
 
 async def _warm_up(port: int, key: str, size: int) -> None:
@@ -175,7 +175,7 @@ async def _hold_a_lease(control: int, report: StallReport) -> None:
     connection = await Connection.open(control)
 
     async def call(path: str, **fields: object) -> bytes:
-        return (await connection.call(encode_post(path, msgspec.json.encode(fields)))).content()
+        return (await connection.call(encode_post(path, msgspec.json.encode(fields)))).read_content()
 
     await call("/rollout/task/submit", task_id="stall", instruction="none", runtime={"backend": "local"})
     await call("/nodes/join", node_id="stall", name="stall", backends=["local"], slots=1, store="", replaces=[])

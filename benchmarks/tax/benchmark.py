@@ -85,9 +85,9 @@ async def _measure_ways(engine_url: str, plan: TaxPlan, progress: Progress) -> d
                 for name in list(ways)[:: -1 if number % 2 else 1]:
                     begun += plan.conversations
                     progress(f"{name}, round {number + 1} of {plan.rounds}")
-                    cpu = server.cpu()
+                    cpu = server.read_cpu_seconds()
                     await measure(ways[name], plan, begun, measured[name])
-                    measured[name].gateway_cpu += server.cpu() - cpu
+                    measured[name].gateway_cpu += server.read_cpu_seconds() - cpu
                 check_capture(await captured.stored(addresses.control), plan)
         finally:
             await alone.close()

@@ -36,7 +36,7 @@ from benchmarks.command_line import (
     tokenizer_option,
 )
 from benchmarks.process import run_async
-from benchmarks.report import MB, Promise, describe_machine, promise_table
+from benchmarks.report import MB, Promise, describe_machine, make_promise_table
 from benchmarks.trajectory import rendering
 from benchmarks.trajectory.rendering import OWN, RenderingCost
 from polar.records.session import Session
@@ -147,9 +147,9 @@ def _measure_own_rates(shape: str, paths: list[TokenPath], rounds: int) -> Itera
 
 
 def _time_on_thread(work: Callable[[], object]) -> float:
-    began = time.thread_time()
+    started_at = time.thread_time()
     work()
-    return time.thread_time() - began
+    return time.thread_time() - started_at
 
 
 class _Answer(Struct):
@@ -359,7 +359,7 @@ def show(report: TrajectoryReport, console: Console) -> None:
     console.print(_make_storage_table(report))
     if report.rendered is not None:
         console.print(_make_rendering_table(report.rendered))
-    console.print(promise_table(list_promises(report)))
+    console.print(make_promise_table(list_promises(report)))
 
 
 def _make_rate_table(report: TrajectoryReport) -> Table:

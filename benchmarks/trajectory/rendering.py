@@ -110,10 +110,10 @@ def _measure_rendering(folder: str, near: range) -> tuple[int, list[float], list
     last: RecordedTurn | None = None
     for seq in range(_TURNS_AT_MOST):
         request = talk.request()
-        began = time.thread_time()
+        started_at = time.thread_time()
         plan = model.plan(request, history, lambda _known, _shown: None)
         new = model.encoder.encode(plan.text, first=plan.base is None)
-        took = time.thread_time() - began
+        took = time.thread_time() - started_at
         if last is not None and (plan.base is None or plan.base.turn is not last or plan.base.sampled_tokens is None):
             raise BenchmarkError(f"The template does not let turn {seq} go on from the one before: {plan.reason}.")
         prompt = len(new) + (0 if last is None else last.prompt_tokens + last.sampled_tokens)
@@ -147,9 +147,9 @@ def _time_whole(model: ModelCodec, request: Request) -> float:
         }
         for it in request.tools
     ]
-    began = time.thread_time()
+    started_at = time.thread_time()
     model.tokenizer.encode(model.tokenizer.template.render(messages, tools))
-    return time.thread_time() - began
+    return time.thread_time() - started_at
 
 
 def _decode_schema(tool: Tool) -> Any:

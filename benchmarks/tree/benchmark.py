@@ -170,7 +170,7 @@ def run(
     attempt("gradients, in fp32", gradients)
     stepper = TrainingStepper(plan.shape, where, chunk_tokens=plan.chunk_tokens, kept_tokens=plan.kept_tokens)
     stepper.step(BUILDERS["prefix_tree"](make_small_group()))  # makes the optimizer's state
-    sizes = ModelSizes.of(load_config(plan.shape))
+    sizes = ModelSizes.from_config(load_config(plan.shape))
     for group in chosen:
         steps = _Group(group, stepper, sizes, plan, until)
         for name in plan.builders:
@@ -363,7 +363,7 @@ def command(
     )
     chosen = make_groups(recorded or (_RECORDED_TREES if _RECORDED_TREES.is_dir() else None), groups, quick=quick)
     if rate is not None:
-        sizes = ModelSizes.of(load_config(plan.shape))
+        sizes = ModelSizes.from_config(load_config(plan.shape))
         counted = [it for group in chosen for it in count_costs(group, sizes, plan.builders)]
         show_counts(counted, rate * 1e12, make_console(150))
         return

@@ -31,7 +31,7 @@ class ModelSizes(Struct, frozen=True):
     vocabulary: int
 
     @classmethod
-    def of(cls, config: Any) -> "ModelSizes":
+    def from_config(cls, config: Any) -> "ModelSizes":
         """A Hugging Face config of a dense decoder, as Llama's and Qwen3's."""
         return cls(
             layers=config.num_hidden_layers,

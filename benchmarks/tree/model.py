@@ -227,8 +227,8 @@ def _compute_one_by_one(model: Any, batch: BuilderBatch, where: torch.device) ->
 def _time_on_device(where: torch.device, run: Callable[[], object]) -> float:
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     run()
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at

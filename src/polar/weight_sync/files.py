@@ -1,9 +1,8 @@
-"""Weights as files, for engines on the same machine: in memory where there is room, else in the run's own folder.
-Polar's embedded engine reads them, and vLLM (`vllm.py`).
+"""Weights as files, for engines on the same machine: in shared memory if there is room, else in the run's folder.
+Polar's embedded engine and vLLM (`vllm.py`) read them.
 
-The latest ones stay while the run goes on, so that an engine that is started again finds them. In memory those before
-them stay as well, as a spare file: the next ones overwrite it, since memory that is had takes a fraction of the time of
-memory that has to be found.
+The latest weights stay during the run, so that a restarted engine finds them. In shared memory the previous file stays
+as a spare, which the next update overwrites: reusing pages is much faster than allocating them.
 """
 
 import hashlib
@@ -30,22 +29,22 @@ log = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 _WEIGHTS_FILE, _SPARE_FOLDER = "model.safetensors", "spare"
 LOAD_SECONDS = 600.0
-"""How long an engine may take to read its weights."""
+"""The time limit for an engine to read its weights."""
 
 _TensorSpecs = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def count_weight_bytes(weights: Mapping[str, Tensor]) -> int:
-    """In bytes, as a file has them."""
+    """The size of the weights' file, without its header."""
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
-# The places of a run that keeps its own things in the folder `run`
+# The staging folders of a run, whose output folder is `run`
 
 
 def choose_staging_folder(run: Path, size: int) -> Path:
-    """For weights of so many bytes. New ones are written beside those that engines have, so in memory there must be
-    more than twice the room: containers often have a mere 64 MB there."""
+    """Chooses where to stage weights of `size` bytes. New weights are written beside the current ones, so shared memory
+    needs more than twice the room; containers often have only 64 MB there."""
     memory = _get_memory_folder(run)
     if os.access(_SHARED_MEMORY, os.W_OK):
         staged_bytes = sum(file.stat().st_size for file in memory.rglob("*") if file.is_file())
@@ -55,22 +54,22 @@ def choose_staging_folder(run: Path, size: int) -> Path:
 
 
 def remove_other_stagings(run: Path, folder: Path) -> None:
-    """Weights lie in `folder` now. What an earlier process of the run put elsewhere is not needed any longer."""
+    """Removes weights that an earlier process of the run staged outside `folder`."""
     for candidate in (_get_memory_folder(run), _get_disk_folder(run)):
         if candidate != folder:
             shutil.rmtree(candidate, ignore_errors=True)
 
 
 def remove_staged_weights(run: Path) -> None:
-    """For a run that is not resumed: an engine that is started again needs no weights."""
+    """Removes all staged weights of a run that will not be resumed."""
     for staging in (_get_memory_folder(run), _get_disk_folder(run)):
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def move_weights_to_disk(run: Path, state: Path | None) -> None:
-    """The run may be gone on with, but its processes have ended: what lies in memory would stay there until the machine
-    is started anew. So the weights that the engine remembers in the file `state` move to the run's folder; others are
-    not needed, since the trainer gives engines those of its checkpoint."""
+    """Moves the weights that the engine's state file names from shared memory to the run's folder, after the run's
+    processes ended. They would otherwise stay in memory until the machine restarts. Other weights are removed: a
+    resumed trainer sends engines those of its checkpoint."""
     memory, disk = _get_memory_folder(run), WeightStaging(_get_disk_folder(run))
     last_update = None if state is None else load_update(state)
     if (
@@ -84,13 +83,15 @@ def move_weights_to_disk(run: Path, state: Path | None) -> None:
             save_update(state, WeightUpdate(str(disk.get_weights_file(last_update.version)), last_update.version))
             disk.keep_only(last_update.version)
         except OSError as error:
-            log.warning("The latest weights stay in %s: %s can't have them: %s", memory, disk.folder, error)
+            log.warning(
+                "The latest weights stay in %s, because they can't be copied to %s: %s", memory, disk.folder, error
+            )
             return
     shutil.rmtree(memory, ignore_errors=True)
 
 
 def _get_memory_folder(run: Path) -> Path:
-    """The same folder for the same run, in every process."""
+    """The run's folder in shared memory, the same in every process."""
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
     return (_SHARED_MEMORY / f"polar-weights-{os.getuid()}-{name}").resolve()
 
@@ -100,11 +101,11 @@ def _get_disk_folder(run: Path) -> Path:
 
 
 class WeightStaging:
-    """One folder a version, each with a file of weights as a Hugging Face checkpoint has it."""
+    """One folder per version, each with a weights file in the format of a Hugging Face checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        self._specs_by_folder: dict[str, _TensorSpecs] = {}  # by folder, what this process has written there
+        self._specs_by_folder: dict[str, _TensorSpecs] = {}  # by folder, the tensors that this process wrote there
 
     def get_version_folder(self, version: int) -> Path:
         return self.folder / str(version)
@@ -113,12 +114,12 @@ class WeightStaging:
         return self.get_version_folder(version) / _WEIGHTS_FILE
 
     def write(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Whole, or not at all."""
+        """Writes a version atomically. Raises ConfigError."""
         unfinished = self._get_unfinished_folder(version)
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for abandoned in self.folder.glob(self._get_unfinished_folder("*").name):  # by a process that was killed
+            for abandoned in self.folder.glob(self._get_unfinished_folder("*").name):  # of a process that was killed
                 shutil.rmtree(abandoned, ignore_errors=True)
             if (
                 self._specs_by_folder.pop(_SPARE_FOLDER, None) == specs and self._spare.exists()
@@ -128,14 +129,14 @@ class WeightStaging:
             else:
                 self._write_new(weights, unfinished)
             self._rename_finished(version)
-        except (OSError, SafetensorError) as error:  # the latter, with the system's words, where the disk is full
+        except (OSError, SafetensorError) as error:  # safetensors raises its own error when the disk is full
             shutil.rmtree(unfinished, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"The weights can't be written to {self.folder}: {reason}.") from error
         self._specs_by_folder[str(version)] = specs
 
     def _write_new(self, weights: Mapping[str, Tensor], unfinished: Path) -> None:
-        shutil.rmtree(self._spare, ignore_errors=True)  # of other weights, or an earlier process
+        shutil.rmtree(self._spare, ignore_errors=True)  # of another model or an earlier process
         size = count_weight_bytes(weights)
         if shutil.disk_usage(self.folder).free < size:
             raise ConfigError(
@@ -146,7 +147,7 @@ class WeightStaging:
         save_file(_untie_weights(weights), unfinished / _WEIGHTS_FILE, metadata={"format": "pt"})
 
     def copy_from(self, file: Path, version: int) -> None:
-        """A file of weights that lies somewhere else: whole, or not at all. Raises OSError."""
+        """Copies a weights file from elsewhere atomically. Raises OSError."""
         unfinished = self._get_unfinished_folder(version)
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
@@ -165,7 +166,7 @@ class WeightStaging:
         self._get_unfinished_folder(version).rename(self.get_version_folder(version))
 
     def keep_only(self, version: int) -> None:
-        """All engines have this one, so those before it are not read any more."""
+        """Removes other versions once all engines have loaded this one. One of them may become the spare."""
         for folder in self.folder.iterdir():
             if folder.name in (str(version), _SPARE_FOLDER):
                 continue
@@ -190,7 +191,7 @@ class WeightStaging:
 
 
 def _untie_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tied tensors as tensors of their own: the file's format knows no others."""
+    """Copies tied tensors, since the file format does not support shared storage."""
     untied: dict[str, Tensor] = {}
     seen_storages: set[int] = set()
     for name, tensor in weights.items():
@@ -202,13 +203,13 @@ def _untie_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _TensorHeader(Struct):
-    """Of a tensor in a file: from where to where, behind the header."""
+    """A tensor's byte range in a file, counted from the end of the header."""
 
     data_offsets: tuple[int, int]
 
 
 def _overwrite(file: Path, weights: Mapping[str, Tensor]) -> None:
-    """The file holds tensors of the same names and kinds."""
+    """Overwrites a file that has tensors of the same names, types and shapes."""
     data = np.memmap(file, np.uint8, "r+")
     data_start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = msgspec.json.decode(data[8:data_start].tobytes(), type=dict[str, msgspec.Raw])
@@ -218,11 +219,11 @@ def _overwrite(file: Path, weights: Mapping[str, Tensor]) -> None:
         target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 
-# Engines that read them
+# Transports
 
 
 class FileTransport:
-    """What transports of files have in common."""
+    """Base of transports that stage weights as files."""
 
     def __init__(self, folder: Path) -> None:
         self.staging = WeightStaging(folder)
@@ -243,7 +244,7 @@ class _VersionReply(Struct):
 
 
 def parse_version(engine: EngineHttpClient, path: str, body: bytes) -> int | None:
-    """The version in an engine's answer; None where its label is none of ours. Raises EngineError."""
+    """The version in an engine's answer; None if its label is not one of Polar's. Raises EngineError."""
     try:
         reply = msgspec.json.decode(body, type=_VersionReply)
     except (ValueError, RecursionError) as error:
@@ -253,7 +254,7 @@ def parse_version(engine: EngineHttpClient, path: str, body: bytes) -> int | Non
 
 
 class EmbeddedTransport(FileTransport):
-    """Polar's own engine: one call does all of it."""
+    """Updates Polar's embedded engine, which loads a file in one call."""
 
     async def load(self, engine: EngineHttpClient, version: int) -> None:
         body = {"path": str(self.staging.get_weights_file(version)), "version": version}

@@ -248,6 +248,8 @@ async def test_a_run_with_the_built_in_agent() -> None:
 def test_counts_do_not_rest_on_the_tree() -> None:
     """A builder that lied would be found out: a trace with one token changed."""
     exchanges = [exchange(0, SYSTEM, [5, END]), exchange(1, [*SYSTEM, 5, END, 4], [6, END])]
-    built = fidelity_counts.from_traces(prefix_merging(read_session_paths(recorded(exchanges).session, exchanges)))
+    built = fidelity_counts.build_session_from_traces(
+        prefix_merging(read_session_paths(recorded(exchanges).session, exchanges))
+    )
     built.trained[0].ids[0] += 1
     assert count_tokens(built, exchanges).wrong_context == 4

@@ -24,7 +24,7 @@ def test_promises_are_judged_by_their_figures() -> None:
 
 
 def test_times_are_milliseconds() -> None:
-    measured = LatencySummary.of([0.001 * number for number in range(1, 102)])
+    measured = LatencySummary.from_seconds([0.001 * number for number in range(1, 102)])
     assert (measured.count, round(measured.p50), round(measured.p99), round(measured.longest)) == (101, 51, 100, 101)
 
 
