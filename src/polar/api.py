@@ -55,8 +55,8 @@ def run(
     Raises PolarError where something can't be run; what goes wrong in a session is in its result."""
     _check_no_running_loop()
     overrides = Overrides(harness, samples, model, timeout, image, backend)
-    request = [overrides.apply(task) for task in load_tasks(tasks, backend=backend)]
-    return uvloop.run(_run(request, _with_private_gateway(settings or config.load(), engine), Path(data)))
+    requests = [overrides.apply(task) for task in load_tasks(tasks, backend=backend)]
+    return uvloop.run(_run(requests, _use_private_gateway(settings or config.load(), engine), Path(data)))
 
 
 def _check_no_running_loop() -> None:
@@ -73,13 +73,13 @@ async def _run(tasks: list[TaskRequest], settings: Settings, data: Path) -> list
     async with LocalRollout(settings, data) as rollout:
         plans = {plan.task.task_id: plan for plan in await rollout.plan(tasks)}
         order = {task_id: number for number, task_id in enumerate(plans)}
-        group_results = [finished async for finished in rollout.run(list(plans.values()))]
-        group_results.sort(key=lambda finished: (order[finished.task_id], finished.sample))
-        results = [await rollout.build_result(plans[finished.task_id], finished) for finished in group_results]
+        sessions = [session async for session in rollout.run(list(plans.values()))]
+        sessions.sort(key=lambda session: (order[session.task_id], session.sample))
+        results = [await rollout.build_result(plans[session.task_id], session) for session in sessions]
     return [SessionResult.model_validate_json(msgspec.json.encode(result)) for result in results]
 
 
-def _with_private_gateway(settings: Settings, engine: str | None) -> Settings:
+def _use_private_gateway(settings: Settings, engine: str | None) -> Settings:
     """With a gateway of its own, and the engine."""
     update: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=config.PRIVATE_GATEWAY)}
     if engine is not None:

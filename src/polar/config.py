@@ -259,13 +259,12 @@ def load(
         return Settings.model_validate(tables)
     except ValidationError as error:
         problem = error.errors()[0]
-        origin = tuple(str(step) for step in problem["loc"])
-        settings = [source for keys, source in sources.items() if origin[: len(keys)] == keys]
+        field_path = tuple(str(step) for step in problem["loc"])
+        field_sources = [source for keys, source in sources.items() if field_path[: len(keys)] == keys]
         message = _MESSAGES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
-        source = (
-            settings[0] if settings else path or "the settings"
-        )  # what is wrong may be a default, beside something else
-        raise ConfigError(f"{source}: {'.'.join(origin)}: {message}.") from error
+        # The invalid value may be a default that conflicts with another field.
+        source = field_sources[0] if field_sources else path or "the settings"
+        raise ConfigError(f"{source}: {'.'.join(field_path)}: {message}.") from error
 
 
 def _set_default_engine(tables: dict[str, Any]) -> None:

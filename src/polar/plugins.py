@@ -105,7 +105,7 @@ def list_problems() -> list[str]:
     loaded = [_import_plugin(plugin) for kind in PLUGIN_KINDS for plugin in _find_installed(kind).values()]
     return [
         *_take_inventory().problems,
-        *(str(kind_problem) for kind_problem in loaded if isinstance(kind_problem, PluginError)),
+        *(str(problem) for problem in loaded if isinstance(problem, PluginError)),
     ]
 
 
@@ -130,7 +130,9 @@ def _find_installed(kind: PluginKind) -> dict[str, InstalledPlugin]:
 @cache
 def _take_inventory() -> _Inventory:
     """Of several plug-ins with one name, Polar's own is taken, else that of the distribution whose name comes first."""
-    entry_points: dict[str, list[InstalledPlugin]] = {}  # the first distribution of a name hides others, as for imports
+    plugins_by_distribution: dict[
+        str, list[InstalledPlugin]
+    ] = {}  # the first distribution of a name hides others, as for imports
     problems = []
     for distribution in distributions():
         try:
@@ -139,10 +141,10 @@ def _take_inventory() -> _Inventory:
             problems.append(f"The entry points of a package in {distribution.locate_file('')} can't be read: {error}")
             continue
         if plugins:
-            entry_points.setdefault(plugins[0].distribution, plugins)
+            plugins_by_distribution.setdefault(plugins[0].distribution, plugins)
     inventory = _Inventory({kind: {} for kind in PLUGIN_KINDS}, problems)
-    for distribution_name in sorted(entry_points, key=lambda name: (name not in _OWN_DISTRIBUTIONS, name)):
-        for plugin in entry_points[distribution_name]:
+    for distribution_name in sorted(plugins_by_distribution, key=lambda name: (name not in _OWN_DISTRIBUTIONS, name)):
+        for plugin in plugins_by_distribution[distribution_name]:
             chosen = inventory.plugins[plugin.kind].setdefault(plugin.name, plugin)
             if chosen is not plugin:
                 reason = f"{chosen.source} has a plug-in of that name, which is used instead."

@@ -80,8 +80,8 @@ def load_existing(folder: Path) -> TrainSettings | None:
 def create_demo_folder(folder: Path, options: DemoOptions) -> TrainSettings:
     """Raises ConfigError."""
     settings = folder / _SETTINGS_FILE
-    options_table = make_questions(train=options.steps * options.groups, held_out=options.held_out, seed=options.seed)
-    tasks.write_tasks(folder, options_table, 1, options.harness)
+    questions = make_questions(train=options.steps * options.groups, held_out=options.held_out, seed=options.seed)
+    tasks.write_tasks(folder, questions, 1, options.harness)
     written = _SETTINGS_TEMPLATE.substitute(
         seed=options.seed,
         steps=options.steps,

@@ -38,7 +38,7 @@ def find_agent_file() -> Path:
 def make_task(question: Question, lookups: int, harness: str | None = None, options: str = "") -> dict[str, Any]:
     """For the agent of the demo, perhaps with options of its own, or for another harness."""
     book = {"type": "upload_file", "content": question.book_text, "target": "book.txt"}
-    written: dict[str, Any] = {
+    task: dict[str, Any] = {
         "task_id": question.name.lower(),
         "timeout_seconds": _TIMEOUT_SECONDS,
         "evaluator": {
@@ -48,14 +48,14 @@ def make_task(question: Question, lookups: int, harness: str | None = None, opti
     }
     if harness is not None:
         instruction = _HARNESS_INSTRUCTION.format(question=question.text)
-        return written | {
+        return task | {
             "instruction": instruction,
             "runtime": {"backend": "local", "prepare": [book]},
             "agent": {"harness": harness},
         }
     command = f"{shlex.quote(sys.executable)} -P agent.py --lookups {lookups} {options} {{{{INSTRUCTION}}}}"
     agent = {"type": "upload_file", "source": str(find_agent_file()), "target": "agent.py"}
-    return written | {
+    return task | {
         "instruction": question.text,
         "runtime": {"backend": "local", "prepare": [agent, book]},
         "agent": {"custom_shell": {"command": command}},
@@ -66,8 +66,8 @@ def write_tasks(
     folder: Path, questions_by_split: Questions, hops: int, harness: str | None = None, options: str = ""
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, some in (("train", questions_by_split.train), ("held-out", questions_by_split.held_out)):
-        lines = [json.dumps(make_task(question, hops, harness, options)) + "\n" for question in some]
+    for name, questions in (("train", questions_by_split.train), ("held-out", questions_by_split.held_out)):
+        lines = [json.dumps(make_task(question, hops, harness, options)) + "\n" for question in questions]
         (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
@@ -80,15 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=32, help="questions [32]")
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     parser.add_argument("--harness", help="that answers [the agent of examples/lookup]")
-    held_out_count = parser.parse_args(arguments)
-    arguments_parsed = make_questions(
-        train=held_out_count.train,
-        held_out=held_out_count.held_out,
-        seed=held_out_count.seed,
-        hops=held_out_count.hops,
-        digits=held_out_count.digits,
+    options = parser.parse_args(arguments)
+    questions = make_questions(
+        train=options.train,
+        held_out=options.held_out,
+        seed=options.seed,
+        hops=options.hops,
+        digits=options.digits,
     )
-    write_tasks(held_out_count.folder, arguments_parsed, held_out_count.hops, held_out_count.harness)
+    write_tasks(options.folder, questions, options.hops, options.harness)
 
 
 if __name__ == "__main__":

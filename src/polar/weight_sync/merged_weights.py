@@ -41,12 +41,14 @@ def _collect_weights(model: Any, device: torch.device | None) -> dict[str, Tenso
         if owner is None:
             weights[name] = tensor
             continue
-        layer = name.removeprefix(f"{owner}.")
-        if layer.startswith(_BASE_LAYER_PREFIX):
+        local_name = name.removeprefix(f"{owner}.")
+        if local_name.startswith(_BASE_LAYER_PREFIX):
             merged = (
-                _merge_adapters(tensor, adapted[owner]).to(device) if layer == f"{_BASE_LAYER_PREFIX}weight" else tensor
+                _merge_adapters(tensor, adapted[owner]).to(device)
+                if local_name == f"{_BASE_LAYER_PREFIX}weight"
+                else tensor
             )
-            weights[f"{owner}.{layer.removeprefix(_BASE_LAYER_PREFIX)}"] = merged
+            weights[f"{owner}.{local_name.removeprefix(_BASE_LAYER_PREFIX)}"] = merged
     return weights
 
 
