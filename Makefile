@@ -8,7 +8,7 @@ NODE := .cache/node
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-.PHONY: setup demo test check lint types imports harnesses test-slow test-properties test-harnesses test-engines test-trainers \
+.PHONY: setup demo test check docs release lint types imports harnesses test-docs test-slow test-properties test-harnesses test-engines test-trainers \
 	test-runtimes test-faults test-containers test-cluster test-simulation test-all test-repeat
 
 setup: $(VENV)/.ready
@@ -32,7 +32,7 @@ $(NODE)/.ready: tests/node/package.json tests/node/package-lock.json
 demo: setup
 	$(BIN)/polar demo $(DEMO)
 
-OTHER_SUITES := slow or harnesses or engines or trainers or runtimes or faults or containers or cluster
+OTHER_SUITES := docs or slow or harnesses or engines or trainers or runtimes or faults or containers or cluster
 
 # At most six minutes on two cores. What is heavier has a target of its own: tests/README.md.
 test: setup $(NODE)/.ready
@@ -41,6 +41,11 @@ test: setup $(NODE)/.ready
 # What `make test` proves with few cases, with many of them.
 test-slow: setup $(NODE)/.ready
 	$(PYTEST) -n 4 --dist worksteal -m slow
+
+# The commands and programs of all pages; `make test` checks that each block is run or says why not.
+test-docs: setup
+	$(BIN)/python -m tests.docs
+	$(PYTEST) -n 2 -m docs
 
 # The property tests of `make test`, with more than ten times as many examples.
 test-properties: setup $(NODE)/.ready
@@ -136,6 +141,32 @@ BENCHMARKS := $(addprefix bench-,gateway fidelity trajectory tree sandbox pipeli
 .PHONY: $(BENCHMARKS)
 $(BENCHMARKS): bench-%: setup
 	$(BIN)/python -m benchmarks $* $(BENCH)
+
+# The site, in site/: open site/index.html. Nothing in it is fetched from elsewhere.
+DOCS := .cache/docs
+$(DOCS)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)/venv
+	$(DOCS)/venv/bin/python -m pip install -q -r $<
+	npm install --no-audit --no-fund --silent --prefix $(DOCS) iframe-worker@1.0.4  # search in pages that are opened as files
+	touch $@
+
+docs: setup $(DOCS)/.ready
+	$(BIN)/python -m tools.docs $(DOCS)/pages
+	cp $(DOCS)/node_modules/iframe-worker/shim/index.js $(DOCS)/pages/assets/iframe-worker.js
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/venv/bin/mkdocs build --clean
+	$(BIN)/python -m tools.docs.check_site site
+
+# Wheel and sdist in dist/, and the wheel tried in an empty environment, outside of the repository.
+RELEASE := .cache/release
+$(RELEASE)/.ready: tools/requirements-release.txt
+	$(PYTHON) -m venv $(RELEASE)/venv
+	$(RELEASE)/venv/bin/python -m pip install -q -r $<
+	touch $@
+
+release: $(RELEASE)/.ready
+	rm -rf dist
+	$(RELEASE)/venv/bin/python -m build --no-isolation --outdir dist
+	$(RELEASE)/venv/bin/python tools/check_release.py dist
 
 lint: setup
 	$(BIN)/ruff check .

@@ -78,6 +78,7 @@ def find_npm_problem() -> str | None:
 
 SUITES: dict[str, tuple[str, Callable[[], str | None]]] = {
     "test": ("test", find_npm_problem),
+    "docs": ("test-docs", lambda: None),
     "slow": ("test-slow", find_npm_problem),
     "properties": ("test-properties", find_npm_problem),
     "harnesses": ("test-harnesses", find_npm_problem),

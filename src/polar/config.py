@@ -39,14 +39,22 @@ EngineOptions = TypeVar("EngineOptions", bound=SettingsSection)
 class SamplingOverrides(SettingsSection):
     """What is sampled with, whatever the harness asks for. While training, the trainer decides, not the harness."""
 
-    temperature: float | None = Field(None, ge=0, le=10)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = Field(None, gt=0)
-    max_tokens: int | None = Field(None, gt=0)
+    temperature: float | None = Field(None, ge=0, le=10, description="divides the logits")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
+    )
+    top_k: int | None = Field(None, ge=0, description="sample from so many of the likeliest tokens; 0: from all")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="leave out tokens less likely than this share of the likeliest one"
+    )
+    presence_penalty: float | None = Field(
+        None, description="subtracted from the logits of tokens that were sampled before"
+    )
+    frequency_penalty: float | None = Field(None, description="the same, for each time that a token was sampled")
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="divides the logits of tokens that stand in the context"
+    )
+    max_tokens: int | None = Field(None, gt=0, description="of a reply")
 
     def apply(self, sampling: SamplingParams) -> None:
         for name, value in self:
@@ -57,17 +65,24 @@ class SamplingOverrides(SettingsSection):
 class PriceSettings(SettingsSection):
     """Of a million tokens, in any currency."""
 
-    prompt: float = Field(ge=0)
-    sampled: float = Field(ge=0)
+    prompt: float = Field(ge=0, description="of tokens of prompts")
+    sampled: float = Field(ge=0, description="of sampled tokens")
     cached: float | None = Field(None, ge=0, description="tokens of prompts that the engine had [default: as others]")
 
 
 class EngineSettings(SettingsSection):
-    kind: str = "scripted"
-    urls: list[Annotated[str, AfterValidator(_check_http_url)]] = []
-    model: str | None = None
-    tokenizer: str | None = None
-    api_key: str | None = Field(None, repr=False)
+    kind: str = Field(
+        "scripted",
+        description="plug-in that speaks to it; with neither kind nor urls it is embedded, with urls alone vllm",
+    )
+    urls: list[Annotated[str, AfterValidator(_check_http_url)]] = Field(
+        [], description="replicas of the engine; an empty list: a trainer adds them later"
+    )
+    model: str | None = Field(None, description="its name at the engine; for the embedded engine a folder")
+    tokenizer: str | None = Field(
+        None, description="folder or name of the model's tokenizer and chat template [default: as the engine says]"
+    )
+    api_key: str | None = Field(None, repr=False, description="sent to the engine")
     render: Literal["gateway", "engine"] = Field(
         "gateway", description="who renders prompts; the engine does in any case what only it can (pictures, say)"
     )
@@ -75,9 +90,13 @@ class EngineSettings(SettingsSection):
         "refuse",
         description="pictures and files by address, which the engine would fetch; data: URLs always pass",
     )
-    continuation: Literal["auto", "sampled", "off"] = "auto"
+    continuation: Literal["auto", "sampled", "off"] = Field(
+        "auto", description="how prompts use recorded token ids: docs/continuation.md"
+    )
     template_kwargs: dict[str, Any] = Field({}, description="variables of the chat template, such as enable_thinking")
-    logprobs: bool = True
+    logprobs: bool = Field(
+        True, description="false: the engine is not asked for log-probabilities, and the trainer recomputes them"
+    )
     sampling: SamplingOverrides = SamplingOverrides()
     timeout: float = Field(600, gt=0, description="seconds without a byte from the engine before a call is given up")
     options: dict[str, Any] = Field({}, description="settings of the engine's own kind")
@@ -101,8 +120,8 @@ class EngineSettings(SettingsSection):
 
 
 class GatewaySettings(SettingsSection):
-    host: str = "127.0.0.1"
-    port: Port = 8100
+    host: str = Field("127.0.0.1", description="the data plane's address")
+    port: Port = Field(8100, description="of the data plane; 0 takes a free one")
     max_body: int | None = Field(
         None,
         gt=0,
@@ -113,8 +132,8 @@ class GatewaySettings(SettingsSection):
 
 
 class ServerSettings(SettingsSection):
-    host: str = "127.0.0.1"
-    port: Port = 8080
+    host: str = Field("127.0.0.1", description="the control plane's address; any but loopback takes a token")
+    port: Port = Field(8080, description="of the control plane; 0 takes a free one")
     token: str | None = Field(None, repr=False, description="of operators and trainers")
     node_token: str | None = Field(None, repr=False, description="of nodes that join [default: the token]")
     compat: Compat = Field("polar", description="whose meaning tasks have where systems differ: for bridges of others")
@@ -145,8 +164,12 @@ class ServerSettings(SettingsSection):
 
 
 class StoreSettings(SettingsSection):
-    url: str | None = Field(None, repr=False)  # it may hold a password; default: SQLite in the data folder
-    durability: Literal["process", "power"] = "process"
+    url: str | None = Field(  # it may hold a password
+        None, repr=False, description="sqlite:PATH or postgresql://... [default: SQLite in the data folder]"
+    )
+    durability: Literal["process", "power"] = Field(
+        "process", description="what a durable call survives: the end of the process, or also a power loss"
+    )
 
 
 class PrewarmSettings(SettingsSection):
@@ -154,7 +177,7 @@ class PrewarmSettings(SettingsSection):
 
     runtime: dict[str, Any] = Field(description="as in a task: backend, image, prepare, ...")
     harness: str | None = Field(None, description="mounted into them, from the cache of installed ones: NAME[@VERSION]")
-    count: int = Field(2, gt=0)
+    count: int = Field(2, gt=0, description="that stand ready")
 
 
 class NodeSettings(SettingsSection):
@@ -174,14 +197,14 @@ class NodeSettings(SettingsSection):
 class JudgeSettings(SettingsSection):
     """A model that judges, behind the Chat API of OpenAI."""
 
-    url: Annotated[str, AfterValidator(_check_http_url)]
-    model: str
-    api_key: str | None = Field(None, repr=False)
-    timeout: float = Field(120, gt=0)
+    url: Annotated[str, AfterValidator(_check_http_url)] = Field(description="the API's address")
+    model: str = Field(description="its name there")
+    api_key: str | None = Field(None, repr=False, description="sent to it")
+    timeout: float = Field(120, gt=0, description="seconds for an answer")
 
 
 class ClusterSettings(SettingsSection):
-    engine: Literal["local", "ray"] = "local"
+    engine: Literal["local", "ray"] = Field("local", description="ray: nodes are actors on a Ray cluster")
     address: str = Field("auto", description="of a Ray cluster")
     namespace: str = Field("polar", description="one for each server on the same Ray cluster")
     server_url: str | None = Field(None, description="how nodes reach the server [default: where it listens]")
@@ -193,15 +216,15 @@ class ClusterSettings(SettingsSection):
 
 
 class LogSettings(SettingsSection):
-    format: Literal["text", "json"] = "text"
-    level: Literal["debug", "info", "warning", "error"] = "warning"
+    format: Literal["text", "json"] = Field("text", description="json: a JSON object a line")
+    level: Literal["debug", "info", "warning", "error"] = Field("warning", description="the least that is logged")
 
 
 class TelemetrySettings(SettingsSection):
     otlp_endpoint: Annotated[str, AfterValidator(_check_http_url)] | None = Field(
         None, description="where OpenTelemetry traces go [default: nowhere]"
     )
-    otlp_headers: dict[str, str] = Field({}, repr=False)
+    otlp_headers: dict[str, str] = Field({}, repr=False, description="sent with each export")
 
 
 class VerifySettings(SettingsSection):

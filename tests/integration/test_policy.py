@@ -111,6 +111,20 @@ async def test_a_whole_reply_across_an_update_is_not_trained_even_if_frozen(tmp_
         assert exchange.untrainable == "version_unknown"
 
 
+async def test_a_stream_that_was_frozen_before_its_first_token_is_of_the_new_version(tmp_path: Path) -> None:
+    async with running(tmp_path, SLOW) as stack, aiohttp.ClientSession() as http:
+        await pause_engine(stack, http)
+        call = asyncio.create_task(ask(stack, http))
+        await wait_until(lambda: bool(stack.service.pool.replicas[0].running))
+        await control(stack, http, "/policy/pause", {})
+        await control(stack, http, "/policy", {"version": 1})
+        await control(stack, http, "/policy/resume", {})
+        await call
+        (exchange,) = await stack.exchanges()
+        assert exchange.untrainable is None
+        assert exchange.versions == [VersionSpan(1, 0, len(exchange.sampled_ids))]
+
+
 async def test_new_calls_are_held_and_kept_alive_while_paused(tmp_path: Path) -> None:
     play = Play([ScriptedTurn(text="short")])
     async with running(tmp_path, play, gateway={"keep_alive": 0.1}) as stack, aiohttp.ClientSession() as http:

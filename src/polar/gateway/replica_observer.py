@@ -42,10 +42,10 @@ class ReplicaObserver:
         self._timer.thaw()
 
     def on_version_changed(self, version: int, *, frozen: bool) -> None:
-        """The weights changed under this call. Where it stood still meanwhile, the boundary is here; else nobody knows.
-        Nor where nothing has come yet: an engine that replies whole may have sampled much."""
+        """The weights changed under this call. The boundary is known only if the call stood still meanwhile. Where
+        nothing has come yet, nothing was sampled only if tokens are streamed: a whole reply may be half sampled."""
         record = self.record
-        boundary_known = frozen and bool(record.sampled)
+        boundary_known = frozen and (bool(record.sampled) or record.tokens_come_at_once)
         self._versions.change(version, len(record.sampled), record.reported_versions, boundary_known=boundary_known)
 
     def version_spans(self) -> list[VersionSpan]:

@@ -96,6 +96,11 @@ class TokenRecord:
             self._stop_sequence = chunk.stop_sequence
 
     @property
+    def tokens_come_at_once(self) -> bool:
+        """Whether the engine hands over each token as it is sampled: ids are streamed, without a parser on the way."""
+        return self._call.request.stream and self._rendered is not None
+
+    @property
     def unlisted_tokens(self) -> int:
         """Sampled tokens that the engine counted without listing their ids."""
         return max(0, self._usage.completion - len(self.sampled))

@@ -117,16 +117,21 @@ _STEP_FIELDS = frozenset(("source", "target", "command", "cwd", "env"))
 
 class Upload(StepModel):
     max_attempts: Literal[1] = Field(1, exclude=True, description="uploads are not tried again")
-    retry_backoff_seconds: float = Field(0, ge=0, le=0, exclude=True)
+    retry_backoff_seconds: float = Field(0, ge=0, le=0, exclude=True, description="without effect")
 
 
 class UploadFile(Upload):
     """A file into the runtime: one of this machine, or its content."""
 
-    type: Literal["upload_file"]
-    source: str | None = Field(None, validation_alias=AliasChoices("source", "src", "local_path", "path"))
-    content: str | None = None
-    target: str = Field(validation_alias=AliasChoices("target", "dst", "dest", "remote_path"))
+    type: Literal["upload_file"] = Field(description="upload_file")
+    source: str | None = Field(
+        None, validation_alias=AliasChoices("source", "src", "local_path", "path"), description="a file of this machine"
+    )
+    content: str | None = Field(None, description="the file's text")
+    target: str = Field(
+        validation_alias=AliasChoices("target", "dst", "dest", "remote_path"),
+        description="where it goes in the runtime",
+    )
 
     @model_validator(mode="after")
     def _check_source(self) -> "UploadFile":
@@ -138,20 +143,29 @@ class UploadFile(Upload):
 class UploadDir(Upload):
     """A folder of this machine into the runtime; folders are merged."""
 
-    type: Literal["upload_dir"]
-    source: str = Field(validation_alias=AliasChoices("source", "src", "local_path", "path"))
-    target: str = Field(validation_alias=AliasChoices("target", "dst", "dest", "remote_path"))
+    type: Literal["upload_dir"] = Field(description="upload_dir")
+    source: str = Field(
+        validation_alias=AliasChoices("source", "src", "local_path", "path"), description="a folder of this machine"
+    )
+    target: str = Field(
+        validation_alias=AliasChoices("target", "dst", "dest", "remote_path"),
+        description="where its content goes in the runtime",
+    )
 
 
 class Exec(StepModel):
     """A command in the runtime: words, or a line for `sh -c`. It must end with 0."""
 
-    type: Literal["exec"]
-    command: str | list[str] = Field(validation_alias=AliasChoices("command", "cmd"))
-    cwd: str | None = None
-    env: dict[str, str] = {}
-    timeout_seconds: float = Field(600, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
-    max_attempts: int = Field(1, ge=1, le=10)
+    type: Literal["exec"] = Field(description="exec")
+    command: str | list[str] = Field(
+        validation_alias=AliasChoices("command", "cmd"), description="words, or a line for `sh -c`"
+    )
+    cwd: str | None = Field(None, description="[default: the working folder]")
+    env: dict[str, str] = Field({}, description="variables of the command")
+    timeout_seconds: float = Field(
+        600, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"), description="for each try"
+    )
+    max_attempts: int = Field(1, ge=1, le=10, description="tries")
     retry_backoff_seconds: float = Field(
         0, ge=0, le=60, description="before the second try; doubled each time, up to 5"
     )
@@ -166,41 +180,43 @@ def _normalize_network(name: Any) -> Any:
 
 
 class RuntimeRequest(RequestModel):
-    backend: str = "bubblewrap"
-    image: str | None = None
-    prepare: list[Step] = []
+    backend: str = Field("bubblewrap", description="kind of sandbox")
+    image: str | None = Field(None, description="what it is made from: docs/tasks.md")
+    prepare: list[Step] = Field([], description="steps before the agent")
     eval_prepare: list[Step] | None = Field(
         None, description="in the evaluator's fresh runtime: besides `prepare`, unless `semantics` says otherwise"
     )
-    env: dict[str, str] = {}
-    network: Annotated[Literal["gateway", "none", "internet"] | None, BeforeValidator(_normalize_network)] = None
-    allow_internet: bool = False
-    workdir: str = "/workspace"
-    cpus: float | None = Field(None, gt=0)
-    memory_mb: int | None = Field(None, gt=0)
-    disk_mb: int | None = Field(None, gt=0, validation_alias=AliasChoices("disk_mb", "storage_mb"))
-    processes: int | None = Field(1024, gt=0)
-    gpus: int = Field(0, ge=0)
+    env: dict[str, str] = Field({}, description="variables of everything that runs in it")
+    network: Annotated[Literal["gateway", "none", "internet"] | None, BeforeValidator(_normalize_network)] = Field(
+        None, description="what can be reached [default: gateway]"
+    )
+    allow_internet: bool = Field(False, description='the same as network = "internet"')
+    workdir: str = Field("/workspace", description="the working folder")
+    cpus: float | None = Field(None, gt=0, description="CPU time, in cores")
+    memory_mb: int | None = Field(None, gt=0, description="memory")
+    disk_mb: int | None = Field(None, gt=0, validation_alias=AliasChoices("disk_mb", "storage_mb"), description="disk")
+    processes: int | None = Field(1024, gt=0, description="processes and threads at once; null: no limit")
+    gpus: int = Field(0, ge=0, description="GPUs; only 0 is supported")
     seccomp: bool | list[str] = Field(
         True, description="false: system calls are not filtered; a list: calls and address families allowed besides"
     )
     kwargs: Annotated[
         None, _unsupported_field("set the fields of `runtime` itself: cpus, memory_mb, disk_mb, network, env")
-    ] = Field(None, exclude=True)
+    ] = Field(None, exclude=True, description="refused")
     import_path: Annotated[
         None,
         _unsupported_field(
             "code is never named over HTTP: install it as an entry point of polar.runtimes, and name that in `backend`"
         ),
-    ] = Field(None, exclude=True)
+    ] = Field(None, exclude=True, description="refused")
     internet_volumes: Annotated[
         None,
         _unsupported_field(
             "folders of the machine are never mounted: copy them in with an `upload_dir` step of `prepare`"
         ),
-    ] = Field(None, exclude=True)
+    ] = Field(None, exclude=True, description="refused")
     direct_exec_init_command: Annotated[None, _unsupported_field("make it an `exec` step of `prepare`")] = Field(
-        None, exclude=True
+        None, exclude=True, description="refused"
     )
 
     @field_validator("workdir")
@@ -222,12 +238,12 @@ def _normalize_transport(name: Any) -> Any:
 class McpServer(RequestModel):
     """A server of tools: a command that speaks over its standard input and output, or an address."""
 
-    name: str
-    command: str | None = None
-    args: list[str] = []
-    env: dict[str, str] = {}
-    url: str | None = None
-    headers: dict[str, str] = {}
+    name: str = Field(description="of the server")
+    command: str | None = Field(None, description="started in the sandbox")
+    args: list[str] = Field([], description="of the command")
+    env: dict[str, str] = Field({}, description="of the command")
+    url: str | None = Field(None, description="its address, instead of a command")
+    headers: dict[str, str] = Field({}, description="sent to the address")
     transport: Annotated[Literal["stdio", "http", "sse"] | None, BeforeValidator(_normalize_transport)] = Field(
         None, validation_alias=AliasChoices("transport", "type"), description="[default: told by command or url]"
     )
@@ -240,9 +256,9 @@ class McpServer(RequestModel):
 
 
 class CustomShell(RequestModel):
-    command: str
-    cwd: str | None = None
-    env: dict[str, str] = {}
+    command: str = Field(description="the command line; {{INSTRUCTION}} stands for the instruction")
+    cwd: str | None = Field(None, description="[default: the working folder]")
+    env: dict[str, str] = Field({}, description="variables of the command")
 
 
 def _list_servers(value: Any) -> Any:
@@ -254,11 +270,13 @@ def _list_servers(value: Any) -> Any:
 
 class AgentRequest(RequestModel):
     harness: str = Field("shell", description="a preset's name, perhaps with a version: pi@0.87.1")
-    model_name: str | None = None
-    settings: dict[str, Any] = {}
-    env: dict[str, str] = {}
-    mcp_servers: Annotated[list[McpServer], BeforeValidator(_list_servers)] = []
-    skills_path: str | None = None
+    model_name: str | None = Field(None, description="the name that the harness is told to ask for")
+    settings: dict[str, Any] = Field({}, description="of the preset: docs/harnesses.md")
+    env: dict[str, str] = Field({}, description="variables of the harness")
+    mcp_servers: Annotated[list[McpServer], BeforeValidator(_list_servers)] = Field(
+        [], description="for harnesses that take them"
+    )
+    skills_path: str | None = Field(None, description="folder of skills, for harnesses that take them")
     custom_shell: CustomShell | None = None
     import_path: Annotated[
         None,
@@ -266,7 +284,7 @@ class AgentRequest(RequestModel):
             "code is never named over HTTP: install it as an entry point of polar.harnesses, and name that in "
             "`harness`; or use the harness `shell` with `custom_shell`"
         ),
-    ] = Field(None, exclude=True)
+    ] = Field(None, exclude=True, description="refused")
 
     @property
     def preset(self) -> str:
@@ -278,14 +296,14 @@ class AgentRequest(RequestModel):
 
 
 class BuilderRequest(RequestModel):
-    strategy: str = "prefix_merging"
-    config: dict[str, Any] = {}
+    strategy: str = Field("prefix_merging", description="name of the builder")
+    config: dict[str, Any] = Field({}, description="of the builder")
 
 
 class EvaluatorRequest(RequestModel):
-    strategy: str
-    config: dict[str, Any] = {}
-    env: dict[str, str] = {}
+    strategy: str = Field(description="name of the evaluator")
+    config: dict[str, Any] = Field({}, description="of the evaluator: docs/evaluators.md")
+    env: dict[str, str] = Field({}, description="variables of its commands")
     refresh_runtime: bool = Field(True, description="false: in the agent's own runtime as it runs; the verdict says so")
 
 
@@ -293,8 +311,8 @@ class Budget(RequestModel):
     """What a session may use up besides its seconds. A turn is a model call of the harness, whoever in it makes it;
     tokens are sampled ones."""
 
-    turns: int | None = Field(None, gt=0)
-    tokens: int | None = Field(None, gt=0)
+    turns: int | None = Field(None, gt=0, description="model calls")
+    tokens: int | None = Field(None, gt=0, description="sampled tokens")
 
 
 def _resolve_semantics(value: Any) -> Any:
@@ -306,21 +324,31 @@ def _resolve_semantics(value: Any) -> Any:
 
 
 class TaskRequest(RequestModel):
-    task_id: str = Field(min_length=1, max_length=200)
-    instruction: str
-    num_samples: int = Field(1, ge=1, le=100_000)
-    timeout_seconds: float = Field(600, gt=0)
+    task_id: str = Field(
+        min_length=1, max_length=200, description="the task's identity: the same id with other content is refused"
+    )
+    instruction: str = Field(description="what the agent is told")
+    num_samples: int = Field(1, ge=1, le=100_000, description="sessions")
+    timeout_seconds: float = Field(600, gt=0, description="of each session's run")
     budget: Budget = Budget()
-    on_timeout: OnLimit = "grade"
-    on_length: OnLimit = "grade"
+    on_timeout: OnLimit = Field("grade", description="what a session earns whose time is up")
+    on_length: OnLimit = Field("grade", description="what a session earns that ran out of turns, tokens or context")
     suspicious: OnTampering = Field("zero", description="what a session earns that tampered with its grading")
     sampling: SamplingOverrides = SamplingOverrides()
     runtime: RuntimeRequest = RuntimeRequest()
     agent: AgentRequest = AgentRequest()
     builder: BuilderRequest = BuilderRequest()
     evaluator: EvaluatorRequest | None = None
-    dispatch_priority: int = Field(0, ge=0, le=100, validation_alias=AliasChoices("dispatch_priority", "priority"))
-    early_stop_min_usable_sessions: int | None = Field(None, ge=1, lt=2**31)
+    dispatch_priority: int = Field(
+        0,
+        ge=0,
+        le=100,
+        validation_alias=AliasChoices("dispatch_priority", "priority"),
+        description="0 to 100; higher ones first",
+    )
+    early_stop_min_usable_sessions: int | None = Field(
+        None, ge=1, lt=2**31, description="usable sessions after which the others are ended"
+    )
     oldest_version: int | None = Field(None, ge=0, lt=2**31, description="of the policy, that a consumer still takes")
     max_lag: int | None = Field(
         None, ge=0, lt=2**31, description="versions that the policy may be ahead when a session ends"
@@ -328,9 +356,9 @@ class TaskRequest(RequestModel):
     on_stale: Literal["mark", "cancel"] = Field(
         "mark", description="sessions that are too old: delivered, and marked as stale; or ended as soon as they are"
     )
-    callback_url: str | None = None
-    run: str = Field(DEFAULT_RUN, min_length=1, max_length=200)
-    metadata: dict[str, Any] = {}
+    callback_url: str | None = Field(None, description="told when the task has ended")
+    run: str = Field(DEFAULT_RUN, min_length=1, max_length=200, description="the experiment that it belongs to")
+    metadata: dict[str, Any] = Field({}, description="kept with each session")
     semantics: Annotated[TaskSemantics, BeforeValidator(_resolve_semantics)] = Field(
         POLAR, description="what it means where systems differ: polar, nvidia, or each of it [default: the server's]"
     )

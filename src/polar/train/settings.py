@@ -23,14 +23,14 @@ def _check_run_name(name: str) -> str:
 
 
 class LoraSettings(SettingsSection):
-    rank: int = Field(16, gt=0)
-    alpha: float = Field(32, gt=0)
+    rank: int = Field(16, gt=0, description="of the adapters")
+    alpha: float = Field(32, gt=0, description="their scale, times the rank")
     targets: list[str] | Literal["all-linear"] = Field("all-linear", description="modules that get adapters")
 
 
 class ModelSettings(SettingsSection):
     folder: str | None = Field(None, description="of a Hugging Face model [default: that of the embedded engine]")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the weights that are trained")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ... [default: a GPU if there is one]")
     threads: int | None = Field(None, gt=0, description="of PyTorch on the CPU")
     compiled: bool = Field(True, description="on a GPU: takes a minute at the start, and pays with larger models")
@@ -47,45 +47,47 @@ class ModelSettings(SettingsSection):
 class TaskSettings(SettingsSection):
     """As `polar run` takes them: files and folders, and what is wanted otherwise than they say."""
 
-    train: list[str] = Field(min_length=1)
-    held_out: list[str] = []
-    harness: str | None = None
-    backend: str | None = None
-    image: str | None = None
-    model: str | None = None
-    timeout: float | None = Field(None, gt=0)
+    train: list[str] = Field(min_length=1, description="files and folders of tasks to train on")
+    held_out: list[str] = Field([], description="tasks that only measure")
+    harness: str | None = Field(None, description="run this one instead of the tasks' own")
+    backend: str | None = Field(None, description="of all tasks' runtimes")
+    image: str | None = Field(None, description="of all tasks' runtimes")
+    model: str | None = Field(None, description="the model name that harnesses are told to ask for")
+    timeout: float | None = Field(None, gt=0, description="seconds of each session's run")
 
 
 class RolloutSettings(SettingsSection):
     url: str | None = Field(None, description="of a server that runs [default: one is started, and ended, here]")
-    token: str | None = Field(None, repr=False)
+    token: str | None = Field(None, repr=False, description="of that server")
     run: str = Field(DEFAULT_RUN, min_length=1, max_length=200, description="whose engines hold this policy")
     config: str | None = Field(None, description="settings of the server that is started here")
     group_size: int = Field(8, gt=1, description="sessions of a task")
-    groups_per_step: int = Field(8, gt=0)
+    groups_per_step: int = Field(8, gt=0, description="tasks whose groups make a step")
     max_lag: int = Field(1, ge=0, description="steps that the policy may be ahead of what sampled a token")
-    builder: str = "prefix_tree"
+    builder: str = Field("prefix_tree", description="how sessions come: as one tree a group, or as traces")
     verify_share: float = Field(1.0, ge=0, le=1, description="of sessions that are checked when they are received")
     sampling: SamplingOverrides = SamplingOverrides(temperature=1.0)
 
 
 class GrpoSettings(SettingsSection):
-    advantage: Literal["mean", "leave_one_out"] = "mean"
+    advantage: Literal["mean", "leave_one_out"] = Field(
+        "mean", description="a reward less the mean of its group, or of the others in it"
+    )
     scale: bool = Field(True, description="advantages are divided by the group's standard deviation")
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.28, ge=0)
+    clip_low: float = Field(0.2, ge=0, lt=1, description="clip range below 1")
+    clip_high: float = Field(0.28, ge=0, description="clip range above 1")
     tis_cap: float = Field(2.0, gt=0, description="the largest importance weight of a token")
     kl: float = Field(0.0, ge=0, description="weight of the divergence from the initial model")
-    normalise: Literal["session", "token"] = "session"
+    normalise: Literal["session", "token"] = Field("session", description="each session weighs the same, or each token")
     filter: bool = Field(True, description="groups whose sessions all earned the same are left out")
     refill: int = Field(0, ge=0, description="groups that a step may take besides, in place of those")
 
 
 class OptimizerSettings(SettingsSection):
-    lr: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    lr: float = Field(1e-6, gt=0, description="learning rate of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
+    eps: float = Field(1e-8, gt=0, description="of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     warmup: int = Field(0, ge=0, description="updates during which the rate grows to `lr`")
     max_norm: float = Field(1.0, gt=0, description="longer gradients are shortened to this")
     epochs: int = Field(1, gt=0, description="times that a batch is gone through")
@@ -109,13 +111,13 @@ class EvaluationSettings(SettingsSection):
 
 class CheckpointSettings(SettingsSection):
     every: int = Field(1, gt=0, description="steps")
-    keep: int = Field(2, gt=0)
+    keep: int = Field(2, gt=0, description="newest checkpoints that stay on disk")
 
 
 class MetricsSettings(SettingsSection):
     """`metrics.jsonl` is written in any case."""
 
-    tensorboard: bool = False
+    tensorboard: bool = Field(False, description="write events for TensorBoard")
     wandb: str | None = Field(None, description="the W&B project that metrics go to")
 
 
@@ -123,7 +125,7 @@ class SyncSettings(SettingsSection):
     """Weights to engines."""
 
     kind: str | None = Field(None, description="of the engines, where the server isn't started here")
-    api_key: str | None = Field(None, repr=False)
+    api_key: str | None = Field(None, repr=False, description="of the engines")
     transport: str | None = Field(
         None, description="how weights get there; vllm_ipc: in memory, on one GPU [default: as the engines' kind does]"
     )
@@ -132,10 +134,12 @@ class SyncSettings(SettingsSection):
 
 
 class TrainSettings(SettingsSection):
-    name: Annotated[str, AfterValidator(_check_run_name)] = Field("train", min_length=1, max_length=80)
+    name: Annotated[str, AfterValidator(_check_run_name)] = Field(
+        "train", min_length=1, max_length=80, description="of the run"
+    )
     output: str | None = Field(None, description="[default: runs/NAME]")
-    seed: int = Field(0, ge=0)
-    steps: int = Field(gt=0)
+    seed: int = Field(0, ge=0, description="of the order of tasks, and of the model's new parts")
+    steps: int = Field(gt=0, description="updates of the policy")
     model: ModelSettings = ModelSettings()
     tasks: TaskSettings
     rollout: RolloutSettings = RolloutSettings()

@@ -12,6 +12,7 @@ class Record:
     def __init__(self) -> None:
         self.sampled: list[int] = []
         self.reported_versions: list[VersionSpan] | None = None
+        self.tokens_come_at_once = False
 
 
 class Engine:
@@ -60,6 +61,14 @@ def test_a_frozen_call_without_a_token_may_have_sampled_some() -> None:
     observer.on_version_changed(4, frozen=True)
     record.sampled += [1]
     assert observer.version_spans() == []
+
+
+def test_a_frozen_stream_without_a_token_has_sampled_none() -> None:
+    observer, record = observe(Replica(3))
+    record.tokens_come_at_once = True
+    observer.on_version_changed(4, frozen=True)
+    record.sampled += [1]
+    assert observer.version_spans() == [VersionSpan(4, 0, 1)]
 
 
 def test_nobody_knows_what_a_restarted_engine_samples_with() -> None:

@@ -17,13 +17,19 @@ from polar.errors import PolarError
 @click.option("--random", "random_seed", type=int, help="Play random turns of this seed instead.")
 @click.option("--turns", default=4, help="With --random: how many turns.")
 @click.option("--words", default=40, help="With --random: how many words a turn.")
-@click.option("--host", default="127.0.0.1")
+@click.option("--host", default="127.0.0.1", help="Where it listens.")
 @click.option("--port", default=0, help="0 takes a free one.")
 @click.option("--model", default="scripted", help="The model's name.")
-@click.option("--tokenizer", type=click.Path(path_type=Path), default=TOKENIZER_FOLDER, show_default=False)
-@click.option("--max-model-len", default=131072)
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    default=TOKENIZER_FOLDER,
+    show_default=False,
+    help="The folder of a tokenizer and its chat template [default: the one that comes with it].",
+)
+@click.option("--max-model-len", default=131072, help="Tokens of prompt and reply together.")
 @click.option("--rate", default=0.0, help="Tokens a second for each stream; 0 for as fast as it goes.")
-@click.option("--tokens-per-chunk", default=1)
+@click.option("--tokens-per-chunk", default=1, help="Tokens in each event of a stream.")
 @click.option("--drift", default=0.1, help="The share of words that re-encode to other ids.")
 @click.option("--seed", default=0, help="Chooses the words that drift.")
 @click.option("--policy-version", "--version", "version", default=0, help="The version that the policy begins with.")

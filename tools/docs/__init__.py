@@ -1,0 +1,1 @@
+"""Makes the pages of the documentation site: what `make docs` runs before mkdocs."""
