@@ -201,7 +201,7 @@ def to_json(report: SandboxReport) -> bytes:
     )
 
 
-def show(report: SandboxReport, console: Console) -> None:
+def print_report(report: SandboxReport, console: Console) -> None:
     table = Table(title="From launch until the first command has ended (ms)", title_justify="left")
     for column in ("", "p50", "p99", "longest", "measured"):
         table.add_column(column, justify="left" if not column else "right")
@@ -234,4 +234,4 @@ def command(quick: bool, as_json: bool) -> None:
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

@@ -159,7 +159,7 @@ def to_json(report: FidelityReport) -> bytes:
     )
 
 
-def show(report: FidelityReport, console: Console) -> None:
+def print_report(report: FidelityReport, console: Console) -> None:
     console.print(_make_table(report, dropped=False))
     console.print(_make_table(report, dropped=True))
     for what, why in report.failed.items():
@@ -243,4 +243,4 @@ def command(harnesses: tuple[str, ...], turns: int, tokenizer: Path | None, as_j
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

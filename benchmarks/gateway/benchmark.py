@@ -42,7 +42,7 @@ from benchmarks.gateway.load import (
     check_answer,
     measure,
 )
-from benchmarks.gateway.report import AddedLatency, GatewayReport, SessionMemory, StreamDelays, show, to_json
+from benchmarks.gateway.report import AddedLatency, GatewayReport, SessionMemory, StreamDelays, print_report, to_json
 from benchmarks.gateway.servers import LITELLM_VERSION, Servers, find_litellm, install_litellm
 from benchmarks.polar_server import LoopReport
 from benchmarks.process import run_async
@@ -374,7 +374,7 @@ def command(
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())
 
 
 def _install_litellm() -> Path:

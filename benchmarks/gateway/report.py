@@ -118,7 +118,7 @@ def _describe_cost(cost: Cost) -> dict[str, float]:
     return {"calls": cost.calls, "cpu_ms": cost.cpu_ms, "calls_per_second": cost.per_second}
 
 
-def show(report: GatewayReport, console: Console) -> None:
+def print_report(report: GatewayReport, console: Console) -> None:
     for table in (
         _make_cost_table(report),
         _make_dialect_table(report),

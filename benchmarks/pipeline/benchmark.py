@@ -313,7 +313,7 @@ def to_json(report: PipelineReport) -> bytes:
     )
 
 
-def show(report: PipelineReport, console: Console) -> None:
+def print_report(report: PipelineReport, console: Console) -> None:
     for table in (_make_side_table(report), _make_node_table(report), make_promise_table(list_promises(report))):
         console.print(table)
 
@@ -446,5 +446,5 @@ def command(quick: bool, picture: Path, as_json: bool) -> None:
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())
     click.echo(f"The picture is in {picture}.", err=as_json)

@@ -131,7 +131,7 @@ def to_json(report: ServiceReport) -> bytes:
     )
 
 
-def show(report: ServiceReport, console: Console) -> None:
+def print_report(report: ServiceReport, console: Console) -> None:
     for table in (
         _make_throughput_table(report),
         _make_read_table(report),
@@ -213,4 +213,4 @@ def command(quick: bool, postgres: str | None, peer_pythons: tuple[Path, ...], a
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

@@ -202,7 +202,7 @@ def percentile(values: list[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
-def show(report: StallReport, console: Console) -> None:
+def print_report(report: StallReport, console: Console) -> None:
     table = Table(title="An innocent call and /health beside one caller (milliseconds)", title_justify="left")
     for name in ("the caller sends", "calls", "call p50", "p99", "over idle", "/health p50", "p99", "over idle", ""):
         table.add_column(name, justify="left" if name in ("the caller sends", "") else "right")
@@ -243,6 +243,6 @@ def command(quick: bool, kinds: tuple[str, ...], tokenizer: Path | None, as_json
     if as_json:
         click.echo(msgspec.json.encode(measured))
     else:
-        show(measured, make_console(150))
+        print_report(measured, make_console(150))
     if not measured.passed:
         raise SystemExit(1)

@@ -156,7 +156,7 @@ def to_json(report: TaxReport) -> bytes:
     return msgspec.json.encode(told | {"ratios": found, "promises": list_promises(report)})
 
 
-def show(report: TaxReport, console: Console) -> None:
+def print_report(report: TaxReport, console: Console) -> None:
     plan = report.plan
     title = f"{plan.conversations} conversations at a time, {plan.turns} turns of up to {plan.tokens} tokens"
     table = Table(title=title, title_justify="left")
@@ -216,4 +216,4 @@ def command(
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

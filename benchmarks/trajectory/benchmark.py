@@ -352,7 +352,7 @@ def to_json(report: TrajectoryReport) -> bytes:
     )
 
 
-def show(report: TrajectoryReport, console: Console) -> None:
+def print_report(report: TrajectoryReport, console: Console) -> None:
     console.print(_make_rate_table(report))
     for peer, why in report.absent.items():
         console.print(f"{peer} was not measured: {why}.", highlight=False)
@@ -425,4 +425,4 @@ def command(quick: bool, peer_pythons: tuple[Path, ...], tokenizer: Path | None,
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

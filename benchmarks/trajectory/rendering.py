@@ -121,7 +121,7 @@ def _measure_rendering(folder: str, near: range) -> tuple[int, list[float], list
             return len(talk.messages) - len(whole), incremental, whole  # two messages a turn: so many in the middle
         if prompt in near:
             incremental.append(took)
-            whole.append(_time_whole(model, request))
+            whole.append(_time_full_rendering(model, request))
         if plan.mark is None:
             raise BenchmarkError("The template's prompts can't be continued.")
         exchange_id = ids.new_exchange_id()
@@ -138,7 +138,7 @@ def _make_reply(exchange_id: str, seq: int) -> list[Part]:
     return [Reasoning(make_filler(f"thought {seq}", 240)), Text(make_filler(f"said {seq}", 160)), call]
 
 
-def _time_whole(model: ModelCodec, request: Request) -> float:
+def _time_full_rendering(model: ModelCodec, request: Request) -> float:
     messages = [_encode_chat_message(message) for message in request.messages]
     tools = [
         {

@@ -50,8 +50,8 @@ from benchmarks.tree.report import (
     TreePlan,
     TreeReport,
     draw_svg,
+    print_report,
     read_reports,
-    show,
     show_counts,
     to_json,
 )
@@ -382,4 +382,4 @@ def command(
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console(190))
+        print_report(measured, make_console(190))

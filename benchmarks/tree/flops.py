@@ -64,10 +64,10 @@ class Flops(Struct, frozen=True):
 
 def count_flops(sizes: ModelSizes, packed: PackedTrees) -> Flops:
     pairs = int(packed.depths.sum(dtype=np.int64)) + len(packed)
-    return flops_from_counts(sizes, len(packed), len(np.unique(packed.terms.positions)), pairs)
+    return compute_flops(sizes, len(packed), len(np.unique(packed.terms.positions)), pairs)
 
 
-def flops_from_counts(sizes: ModelSizes, tokens: int, asked: int, pairs: int) -> Flops:
+def compute_flops(sizes: ModelSizes, tokens: int, asked: int, pairs: int) -> Flops:
     """Of so many tokens, positions where something is asked for, and pairs of a token and one that it sees."""
     return Flops(
         matrices=3 * 2.0 * sizes.matrices * tokens,

@@ -163,7 +163,7 @@ def read_reports(files: Sequence[Path]) -> TreeReport:
 # Tables
 
 
-def show(report: TreeReport, console: Console) -> None:
+def print_report(report: TreeReport, console: Console) -> None:
     console.print(_make_table(report))
     console.print(_LEGEND, style="dim", highlight=False)
     console.print(make_promise_table(list_promises(report)))

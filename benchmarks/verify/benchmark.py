@@ -189,7 +189,7 @@ def _compute_medians(costs: list[CheckCost], node: float) -> CheckCost:
     return CheckCost(costs[0].turns, costs[0].tokens, session, handing, check, node)
 
 
-def show(costs: list[CheckCost]) -> None:
+def print_report(costs: list[CheckCost]) -> None:
     click.echo("turns   tokens  session ms  node ms  handing ms  check ms   share  without the node")
     for it in costs:
         click.echo(
@@ -216,4 +216,4 @@ def command(rounds: int, tokenizer: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(costs))
     else:
-        show(costs)
+        print_report(costs)

@@ -329,7 +329,7 @@ def _describe_round(it: RoundMeasurement) -> dict[str, Any]:
     }
 
 
-def show(report: VllmReport, console: Console) -> None:
+def print_report(report: VllmReport, console: Console) -> None:
     shape = report.plan.shape
     title = (
         f"{report.model}: sessions of {shape.turns} turns, {shape.least_tokens} to {shape.most_tokens} sampled tokens "
@@ -444,6 +444,6 @@ def command(
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console(150))
+        print_report(measured, make_console(150))
     if not measured.passed:
         raise SystemExit(1)

@@ -241,7 +241,7 @@ async def test_a_run_with_the_built_in_agent() -> None:
     assert all(promise.reached for promise in fidelity.list_promises(report))
     assert set(msgspec.json.decode(fidelity.to_json(report))) >= {"measured", "promises", "failed", "drift"}
     console = Console(record=True, width=200, file=io.StringIO())
-    fidelity.show(report, console)
+    fidelity.print_report(report, console)
     assert "one reply dropped" in console.export_text()
 
 

@@ -21,7 +21,7 @@ from benchmarks.gateway.report import (
     SessionMemory,
     StreamDelays,
     list_promises,
-    show,
+    print_report,
     to_json,
 )
 from benchmarks.polar_server import LoopMonitor, LoopReport, LoopStall
@@ -152,5 +152,5 @@ async def test_run() -> None:
 
     assert set(msgspec.json.decode(to_json(measured))) >= {"cpu_per_call", "first_byte", "promises"}
     console = Console(record=True, width=120, file=io.StringIO())
-    show(measured, console)
+    print_report(measured, console)
     assert "FastAPI" in console.export_text()

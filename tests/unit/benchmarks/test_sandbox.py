@@ -39,5 +39,5 @@ async def test_a_small_run() -> None:
     assert told["cold"]["p50"] == report.cold.p50
     assert len(told["promises"]) == 3
     shown = io.StringIO()
-    sandbox.show(report, Console(file=shown, width=120))
+    sandbox.print_report(report, Console(file=shown, width=120))
     assert "docker was not measured" in shown.getvalue()

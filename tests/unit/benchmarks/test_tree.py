@@ -286,7 +286,7 @@ def test_a_sampled_cell_is_scaled_and_says_so() -> None:
     )
     found.cells[0].reserved, found.cells[0].retries = 123_400_000_000, 7
     console = Console(file=io.StringIO(), width=200)
-    tree_report.show(found, console)
+    tree_report.print_report(found, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "200.00" in shown
     assert "123.4 │       7" in shown
