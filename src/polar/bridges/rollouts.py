@@ -208,9 +208,9 @@ def require_experts(trace: Trace) -> Experts:
     """The experts that a trace's tokens were routed to. Raises ConfigError if they were not recorded."""
     if trace.experts is None:
         raise ConfigError(
-            "The trainer replays routing, and the engine did not report which experts the tokens of "
-            f"{trace.session_id} were routed to: start it with --enable-return-routed-experts; for SGLang set "
-            "[engine] options.routed_experts."
+            f"The trainer replays routing, and the engine did not report which experts {trace.session_id}'s tokens "
+            "were routed to: start it with --enable-return-routed-experts; for SGLang set [engine] "
+            "options.routed_experts."
         )
     return trace.experts
 

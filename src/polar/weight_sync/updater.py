@@ -201,7 +201,7 @@ class WeightSender:
     async def check(self, version: int) -> SyncReport:
         """Checks without an update that the engines have the trainer's weights. Raises SyncError."""
         if (await self._client.policy())["paused"]:
-            raise SyncError("The engines can't be probed: an update of their weights did not finish.", paused=True)
+            raise SyncError("The engines can't be probed: an update of their weights did not end.", paused=True)
         return await self._probe_replicas(await self._list_replicas(), version, {}, stop=False)
 
     async def send(self, weights: "Mapping[str, Tensor]", version: int) -> SyncReport:
