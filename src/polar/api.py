@@ -39,11 +39,10 @@ def run(
     timeout: float | None = None,
     model: str | None = None,
 ) -> list[SessionResult]:
-    """Runs every sample of every task to its end: the results, in the order of the tasks and their samples.
+    """Runs every sample of every task and returns the results, in the order of the tasks and their samples.
 
-    `engine` is the address of an inference engine; `data` is the folder where everything is kept; `settings` are those
-    of polar.toml unless they are given. The others are as on the command line of `polar run`, and take the place of
-    what the tasks say:
+    `engine` is the address of an inference engine, `data` the folder for all state. `settings` default to polar.toml.
+    The others are as on the command line of `polar run` and override the tasks:
 
     harness   NAME or NAME@VERSION
     samples   sessions of each task
@@ -52,7 +51,7 @@ def run(
     timeout   seconds of each session's run
     model     the name that harnesses are told to ask for
 
-    Raises PolarError where something can't be run; what goes wrong in a session is in its result."""
+    Raises PolarError if a task can't be run. Failures of a session are in its result."""
     _check_no_running_loop()
     overrides = Overrides(harness, samples, model, timeout, image, backend)
     requests = [overrides.apply(task) for task in load_tasks(tasks, backend=backend)]
@@ -80,7 +79,7 @@ async def _run(tasks: list[TaskRequest], settings: Settings, data: Path) -> list
 
 
 def _use_private_gateway(settings: Settings, engine: str | None) -> Settings:
-    """With a gateway of its own, and the engine."""
+    """The settings with a private gateway and the given engine."""
     update: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=config.PRIVATE_GATEWAY)}
     if engine is not None:
         fields = settings.engine.model_dump() | config.build_engine_settings_at(engine, settings.engine)

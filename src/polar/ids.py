@@ -1,4 +1,4 @@
-"""Names that the gateway gives out.
+"""Ids that the gateway issues.
 
 Every id that a harness may echo (tool calls, messages, items, signatures) carries the exchange's id, so that an echoed
 turn names the exchange it came from. Exchange ids sort by time of creation.

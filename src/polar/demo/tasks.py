@@ -16,7 +16,7 @@ from typing import Any
 from polar.demo.questions import Question, Questions, make_questions
 from polar.errors import ConfigError
 
-_TIMEOUT_SECONDS = 300.0  # seconds of a session: generous, since many of them share a laptop's cores
+_TIMEOUT_SECONDS = 300.0  # generous, since many sessions share a laptop's cores
 
 _HARNESS_INSTRUCTION = """\
 The file book.txt has a line for each name. {question} If its line says to see another name, go on with that one's. \
@@ -25,7 +25,7 @@ Write the number, and nothing else, to the file answer.txt.\
 
 
 def find_agent_file() -> Path:
-    """examples/lookup/agent.py: of a checkout, or as an installed package holds it."""
+    """Finds examples/lookup/agent.py in a checkout or in the installed package."""
     folder = Path(__file__)
     for path in (folder.with_name("agent.py"), folder.parents[3] / "examples" / "lookup" / "agent.py"):
         if path.exists():
@@ -36,7 +36,7 @@ def find_agent_file() -> Path:
 
 
 def make_task(question: Question, lookups: int, harness: str | None = None, options: str = "") -> dict[str, Any]:
-    """For the agent of the demo, perhaps with options of its own, or for another harness."""
+    """A task for the demo's agent, with extra `options` for its command, or for another harness."""
     book = {"type": "upload_file", "content": question.book_text, "target": "book.txt"}
     task: dict[str, Any] = {
         "task_id": question.name.lower(),

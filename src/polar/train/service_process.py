@@ -1,4 +1,5 @@
-"""The rollout service as a child of the trainer: started, started again when it dies, and ended with the trainer."""
+"""Runs the rollout service as a child process of the trainer: starts it, restarts it when it dies, and stops it at the
+end."""
 
 import asyncio
 import contextlib
@@ -44,7 +45,7 @@ def build_service_settings(settings: TrainSettings, model: Path) -> tuple[Settin
 
 
 def get_engine_state_file(settings: TrainSettings, engine: EngineSettings) -> Path | None:
-    """Where the engine of these settings of the service remembers its weights, if it is one that does."""
+    """The file in which the engine of these settings remembers its weights; None if it doesn't."""
     return settings.resolve_path(str(engine.options["state"])) if _is_launched(engine) else None
 
 
@@ -65,7 +66,8 @@ def _to_environment(sections: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def _find_config_file(settings: TrainSettings) -> Path:
-    """Without one of its own, whatever lies about is no settings of it."""
+    """The service's config file. Without a configured one, a file that does not exist, so that no other polar.toml is
+    read."""
     return Path(os.devnull) if settings.rollout.config is None else settings.resolve_path(settings.rollout.config)
 
 
@@ -86,7 +88,7 @@ class ServiceProcess:
         self._closing = False
 
     async def __aenter__(self) -> "ServiceProcess":
-        """Returns when it serves."""
+        """Starts the service and returns once it serves."""
         try:
             await self._start_with_retries(has_served=self._has_served)
         except BaseException:
@@ -109,7 +111,7 @@ class ServiceProcess:
         return None if self._process is None else self._process.pid
 
     async def wait_until_failed(self) -> None:
-        """Until it can't be brought up again: raises PolarError."""
+        """Waits until the service can't be restarted, and raises PolarError then."""
         await asyncio.shield(self._watch_task)
 
     async def _watch(self) -> None:
@@ -121,8 +123,8 @@ class ServiceProcess:
             self.restarted.set()
 
     async def _start_with_retries(self, *, has_served: bool) -> None:
-        """What ends by itself at the first start of all is not configured right; what is killed is tried again, and so
-        is what has served before."""
+        """Starts the service, with retries. A service that exits by itself at its first start is misconfigured and is
+        not retried; one that was killed, or that has served before, is."""
         for attempt, delay in enumerate(backoff.backoff_delays(_FIRST_RESTART_SECONDS, _MAX_RESTART_SECONDS), 1):
             status = await self._start()
             if status is None:
@@ -138,7 +140,7 @@ class ServiceProcess:
         return " / ".join(lines) or "it wrote nothing"
 
     async def _start(self) -> int | None:
-        """None once it serves; its exit status where it ends before."""
+        """Starts the process. Returns None once it serves, or its exit status if it ends before."""
         self._data.mkdir(parents=True, exist_ok=True)
         port = self.url.rpartition(":")[2]
         words = ["-P", "-c", _PROGRAM, "up", "--json", "--config", str(self._config), "--data", str(self._data)]
@@ -179,7 +181,7 @@ class ServiceProcess:
 
 
 def _die_with_trainer(parent: int) -> None:
-    """In the child: it ends when the trainer does, however that ends."""
+    """Runs in the child: lets the kernel kill it when the trainer ends."""
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
