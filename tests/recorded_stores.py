@@ -29,7 +29,7 @@ from polar.cli.main import cli
 from polar.engines.scripted import TOKENIZER_FOLDER, PlaySet, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.play import TurnContext
 from polar.gateway.data_plane import DataPlane
-from polar.plugins import names
+from polar.plugins import list_names
 from polar.records.exchange import Exchange, StartedCall
 from polar.records.session import Evidence, Session, Verdict
 from polar.store import open_store
@@ -74,7 +74,7 @@ def expected_documents(recording: Path, kind: str) -> dict[str, bytes]:
 def exports_and_verdicts(store_url: str, work: Path) -> dict[str, bytes]:
     """What every exporter and `polar verify` make of it, by name. `work` is an empty folder."""
     made = {"verify.json": run_cli(store_url, "verify", "--json")}
-    for name in names("exporters"):
+    for name in list_names("exporters"):
         builders = BUILDERS if name == "polar" else BUILDERS[:1]
         for builder in builders:
             output = work / f"{name}.{builder}"

@@ -12,17 +12,17 @@ _EXCHANGE_ID = re.compile(r"x[0-9a-z]{24}")
 _CALL_ID = re.compile(r"x[0-9a-z]{24}_\d+")
 
 
-def _milliseconds() -> int:
+def _get_milliseconds() -> int:
     return time.time_ns() // 1_000_000
 
 
 def new_exchange_id() -> str:
     """An x, then 48 bits of milliseconds and 48 random ones in hexadecimal: 25 characters."""
-    return f"x{_milliseconds():012x}{secrets.token_hex(6)}"
+    return f"x{_get_milliseconds():012x}{secrets.token_hex(6)}"
 
 
 def new_session_id() -> str:
-    return f"s{_milliseconds():012x}{secrets.token_hex(4)}"
+    return f"s{_get_milliseconds():012x}{secrets.token_hex(4)}"
 
 
 def new_session_key() -> str:

@@ -78,15 +78,15 @@ def load(kind: PluginKind, name: str) -> Any:
         raise ConfigError(
             f"{name!r} is an import path, and plug-ins are found by name: install it as an entry point of polar.{kind}."
         )
-    known = ", ".join(names(kind)) or "none"
+    known = ", ".join(list_names(kind)) or "none"
     raise ConfigError(f"Among the {kind} there is no {name!r}; known: {known}.")
 
 
 @cache
 def load_all(kind: PluginKind) -> dict[str, Any]:
-    """Every plug-in of a kind that can be used, by name. The others are logged, once, a line each."""
+    """Loads every usable plug-in of a kind, by name. Logs a line for each of the others, once."""
     loaded = {}
-    for name in names(kind):
+    for name in list_names(kind):
         try:
             loaded[name] = load(kind, name)
         except PluginError as error:
@@ -95,13 +95,13 @@ def load_all(kind: PluginKind) -> dict[str, Any]:
 
 
 @cache
-def names(kind: PluginKind) -> tuple[str, ...]:
-    """Of what is installed. Nothing is imported, so some may turn out to be unusable."""
+def list_names(kind: PluginKind) -> tuple[str, ...]:
+    """The names of installed plug-ins of a kind. Nothing is imported, so some may turn out to be unusable."""
     return tuple(sorted(_find_installed(kind)))
 
 
 def list_problems() -> list[str]:
-    """Why installed plug-ins can't be used, a line each. Imports all of them."""
+    """Imports all installed plug-ins and returns a line for each that can't be used."""
     loaded = [_import_plugin(plugin) for kind in PLUGIN_KINDS for plugin in _find_installed(kind).values()]
     return [
         *_take_inventory().problems,
@@ -111,7 +111,7 @@ def list_problems() -> list[str]:
 
 def clear_cache() -> None:
     """Forgets what was found, for programs that install plug-ins while they run."""
-    for function in (load, load_all, names, _import_plugin, _take_inventory):
+    for function in (load, load_all, list_names, _import_plugin, _take_inventory):
         function.cache_clear()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from polar.plugins import load, names
+from polar.plugins import list_names, load
 from polar.testing import ExporterContract
 from polar.testing.exporters import ExportedTrace
 from tests.unit.export import reading
@@ -14,7 +14,7 @@ class _Format(ExporterContract):
         return reading.read(self.plugin.name, data) if known else super().read(data)
 
 
-for _name in names("exporters"):
+for _name in list_names("exporters"):
     _members = {"plugin": load("exporters", _name), "__module__": __name__}
     _contract = type(f"Test_{_name.replace('-', '_')}", (_Format,), _members)
     globals()[_contract.__name__] = _contract

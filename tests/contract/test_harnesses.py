@@ -3,7 +3,7 @@
 import shlex
 import sys
 
-from polar.plugins import load, names
+from polar.plugins import list_names, load
 from polar.testing import HarnessContract
 
 ASK_ONCE = """
@@ -22,6 +22,6 @@ class TestShell(HarnessContract):
     runs_here = True
 
 
-for _name in sorted(set(names("harnesses")) - {"shell"}):
+for _name in sorted(set(list_names("harnesses")) - {"shell"}):
     _contract = type(f"Test_{_name}", (HarnessContract,), {"plugin": load("harnesses", _name), "__module__": __name__})
     globals()[_contract.__name__] = _contract

@@ -15,7 +15,7 @@ from polar import validation_errors
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
 from polar.harnesses import to_preset_name
-from polar.plugins import PluginKind, load, names
+from polar.plugins import PluginKind, list_names, load
 from polar.records.task import Step, TaskRequest, UploadDir, UploadFile
 from polar.tasks import harbor
 from polar.tasks.task_files import TASK_FILE_SUFFIXES, TaskTable, read_task_file, read_text
@@ -134,7 +134,7 @@ def _short_message(error: ConfigError) -> str:
 
 
 def _find_unknown_name(field: str, kind: PluginKind, name: str) -> list[str]:
-    known = names(kind)
+    known = list_names(kind)
     return [] if name in known else [f"{field}: there is no {name!r}; known: {', '.join(known)}"]
 
 
@@ -206,7 +206,7 @@ def _resolve_config(value: Any, strategy: str, folder: Path) -> Any:
 
 def _path_fields(strategy: str) -> tuple[str, ...]:
     """The fields of an evaluator's config that name a place on this machine."""
-    found = getattr(load("evaluators", strategy), "paths", ()) if strategy in names("evaluators") else ()
+    found = getattr(load("evaluators", strategy), "paths", ()) if strategy in list_names("evaluators") else ()
     return tuple(found)
 
 

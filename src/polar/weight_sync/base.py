@@ -42,8 +42,8 @@ class WeightTransport(Protocol):
 
 def create_transport(name: str, folder: Path) -> WeightTransport:
     """Creates a transport by its name, or by the engines' kind. `folder` is for weight files. Raises ConfigError."""
-    if name not in plugins.names("weight_sync"):
-        known = ", ".join(plugins.names("weight_sync"))
+    if name not in plugins.list_names("weight_sync"):
+        known = ", ".join(plugins.list_names("weight_sync"))
         raise ConfigError(f"Unknown weight transport {name!r}. Available: {known}.")
     return cast(WeightTransport, plugins.load("weight_sync", name)(folder))
 

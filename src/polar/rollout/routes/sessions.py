@@ -9,7 +9,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from polar.gateway import view
-from polar.plugins import names
+from polar.plugins import list_names
 from polar.records.result import EvidenceResult
 from polar.records.session import Session, Verdict
 from polar.rollout.routes.bodies import Body, RunName, StoredText, error_responses, is_deeper_than, streamed_response
@@ -133,8 +133,8 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     async def trajectory(session_id: str, builder: str = "prefix_merging") -> Response:
         """What a builder makes of the session so far; `prefix_tree` gives the whole token tree."""
         await find_session(session_id)
-        if builder not in names("builders"):
-            raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
+        if builder not in list_names("builders"):
+            raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(list_names('builders'))}.")
         document = await encode_trajectory(store, session_id, builder, parts.pages.checker)
         return Response(document, media_type="application/json")
 
