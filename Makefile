@@ -18,6 +18,7 @@ $(VENV)/.ready: pyproject.toml requirements.lock
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q torch==2.13.0  # first and alone: so pip takes the CPU build, where there is one
 	$(BIN)/python -m pip install -q -r requirements.lock
+	$(BIN)/python -m pip uninstall -qq -y polar  # the distribution's name before 0.2.0
 	$(BIN)/python -m pip install -q --no-deps -e .
 	touch $@
 

@@ -30,7 +30,7 @@ def open_backends(postgres: str | None, folder: Path) -> Iterator[tuple[list[Dat
         try:
             import psycopg  # noqa: F401
         except ImportError:
-            absent[POSTGRES] = "its driver is not installed: pip install 'polar[postgres]'"
+            absent[POSTGRES] = "its driver is not installed: pip install 'polar-rl[postgres]'"
             yield found, absent
             return
         pid = None

@@ -1,16 +1,24 @@
 """Typed settings: polar.toml, overridden by the environment (POLAR_SECTION__KEY; lists and tables as JSON)."""
 
+import difflib
 import json
+import logging
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
+from operator import eq
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from polar.errors import ConfigError
 from polar.types import SamplingParams
+from polar.validation_errors import format_validation_errors
+
+log = logging.getLogger(__name__)
 
 ENVIRONMENT_PREFIX = "POLAR_"
 DEFAULT_RUN = "default"
@@ -257,6 +265,18 @@ def build_engine_settings_at(url: str, configured: EngineSettings) -> dict[str, 
     return {"urls": [url], "kind": configured.kind if configured.urls else "vllm"}
 
 
+def with_private_gateway(settings: Settings, engine_url: str | None = None) -> Settings:
+    """The settings of a gateway of one's own, and with the engine at that address."""
+    changes: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=PRIVATE_GATEWAY)}
+    if engine_url is not None:
+        fields = settings.engine.model_dump() | build_engine_settings_at(engine_url, settings.engine)
+        try:
+            changes["engine"] = EngineSettings.model_validate(fields)
+        except ValidationError as error:
+            raise ConfigError(f"{format_validation_errors(error, 'engine.')}.") from error
+    return settings.model_copy(update=changes)
+
+
 def load(
     path: Path | None = None,
     environment: Mapping[str, str] = os.environ,
@@ -269,10 +289,14 @@ def load(
     tables = _read_tables(path) if path is not None else {}
     sources: dict[tuple[str, ...], str] = {}  # of a setting's value, where it is not the file
     for name, value in environment.items():
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
         keys = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
-        if name.startswith(ENVIRONMENT_PREFIX) and len(keys) > 1:
+        if len(keys) > 1:
             _set_nested(tables, keys, _parse_value(value))
             sources[keys] = f"the variable {name}"
+        else:
+            _warn_if_misspelt(name)
     for section, values in (overrides or {}).items():
         for key, value in values.items():
             _set_nested(tables, (section, key), value)
@@ -282,12 +306,51 @@ def load(
         return Settings.model_validate(tables)
     except ValidationError as error:
         problem = error.errors()[0]
-        field_path = tuple(str(step) for step in problem["loc"])
-        field_sources = [source for keys, source in sources.items() if field_path[: len(keys)] == keys]
-        message = _MESSAGES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
-        # The invalid value may be a default that conflicts with another field.
-        source = field_sources[0] if field_sources else path or "the settings"
-        raise ConfigError(f"{source}: {'.'.join(field_path)}: {message}.") from error
+        where = tuple(str(step) for step in problem["loc"])
+        # A section that does not exist is reported without the key that somebody set in it.
+        found = [(keys, source) for keys, source in sources.items() if all(map(eq, where, keys))]
+        # What is wrong may be a default, beside something else: then it has no source of its own.
+        keys, source = found[0] if found else (where, str(path or "the settings"))
+        message = _MESSAGES.get(problem["type"], problem["msg"].removeprefix("Value error, ")) + "."
+        if problem["type"] == "extra_forbidden" and (nearest := _find_nearest_setting(max(keys, where, key=len))):
+            is_variable = source.startswith("the variable ")
+            message += f" Did you mean {_to_variable(nearest) if is_variable else '.'.join(nearest)}?"
+        raise ConfigError(f"{source}: {'.'.join(where)}: {message}") from error
+
+
+_MISSPELT_VARIABLE_RATIO = 0.9
+"""Of difflib: POLAR_GATEWAY_PORT and POLAR_GATWAY_PORT are misspelt settings, POLAR_NODE_TOKEN is another variable."""
+
+
+@cache
+def _warn_if_misspelt(variable: str) -> None:
+    """Names a variable that looks like a setting and is none, once. Others with our prefix are none of our business."""
+    by_words = {_to_variable(keys).replace("__", "_"): keys for keys in _list_settings(Settings)}
+    for words in difflib.get_close_matches(variable, by_words, n=1, cutoff=_MISSPELT_VARIABLE_RATIO):
+        meant = _to_variable(by_words[words])
+        log.warning("The variable %s is no setting and has no effect: did you mean %s?", variable, meant)
+
+
+def _find_nearest_setting(keys: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The setting, or the section, whose name looks most like this one; None where none does."""
+    names = {".".join(known[:depth]): known[:depth] for known in _list_settings(Settings) for depth in (1, len(known))}
+    nearest = difflib.get_close_matches(".".join(keys), names, n=1, cutoff=0.7)
+    return names[nearest[0]] if nearest else None
+
+
+def _list_settings(section: type[SettingsSection]) -> Iterator[tuple[str, ...]]:
+    """The path of every setting that has a name of its own. What is in lists and tables has none."""
+    for name, field in section.model_fields.items():
+        kinds = get_args(field.annotation) if isinstance(field.annotation, UnionType) else (field.annotation,)
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, SettingsSection)]
+        if inner:
+            yield from ((name, *keys) for keys in _list_settings(inner[0]))
+        else:
+            yield (name,)
+
+
+def _to_variable(keys: tuple[str, ...]) -> str:
+    return ENVIRONMENT_PREFIX + "__".join(keys).upper()
 
 
 def _set_default_engine(tables: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, Literal, NamedTuple, cast, get_args
 
+from polar.distribution import DISTRIBUTION
 from polar.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,6 @@ PluginKind = Literal[
 ]
 PLUGIN_KINDS: tuple[PluginKind, ...] = get_args(PluginKind)
 
-_OWN_DISTRIBUTIONS = ("polar", "polar-rl")
 _GROUP_PREFIX = "polar."
 _PROTOCOLS: dict[PluginKind, str] = {
     "dialects": "polar.dialects.base:Dialect",
@@ -84,7 +84,7 @@ def load(kind: PluginKind, name: str) -> Any:
 
 @cache
 def load_all(kind: PluginKind) -> dict[str, Any]:
-    """Loads every usable plug-in of a kind, by name. Logs a line for each of the others, once."""
+    """Every plug-in of a kind that can be used, by name. The others are logged, once, a line each."""
     loaded = {}
     for name in list_names(kind):
         try:
@@ -96,17 +96,14 @@ def load_all(kind: PluginKind) -> dict[str, Any]:
 
 @cache
 def list_names(kind: PluginKind) -> tuple[str, ...]:
-    """The names of installed plug-ins of a kind. Nothing is imported, so some may turn out to be unusable."""
+    """Of what is installed. Nothing is imported, so some may turn out to be unusable."""
     return tuple(sorted(_find_installed(kind)))
 
 
 def list_problems() -> list[str]:
-    """Imports all installed plug-ins and returns a line for each that can't be used."""
+    """Why installed plug-ins can't be used, a line each. Imports all of them."""
     loaded = [_import_plugin(plugin) for kind in PLUGIN_KINDS for plugin in _find_installed(kind).values()]
-    return [
-        *_take_inventory().problems,
-        *(str(problem) for problem in loaded if isinstance(problem, PluginError)),
-    ]
+    return [*_take_inventory().problems, *(str(one) for one in loaded if isinstance(one, PluginError))]
 
 
 def clear_cache() -> None:
@@ -130,9 +127,7 @@ def _find_installed(kind: PluginKind) -> dict[str, InstalledPlugin]:
 @cache
 def _take_inventory() -> _Inventory:
     """Of several plug-ins with one name, Polar's own is taken, else that of the distribution whose name comes first."""
-    plugins_by_distribution: dict[
-        str, list[InstalledPlugin]
-    ] = {}  # the first distribution of a name hides others, as for imports
+    found: dict[str, list[InstalledPlugin]] = {}  # the first distribution of a name hides others, as for imports
     problems = []
     for distribution in distributions():
         try:
@@ -141,13 +136,13 @@ def _take_inventory() -> _Inventory:
             problems.append(f"The entry points of a package in {distribution.locate_file('')} can't be read: {error}")
             continue
         if plugins:
-            plugins_by_distribution.setdefault(plugins[0].distribution, plugins)
+            found.setdefault(plugins[0].distribution, plugins)
     inventory = _Inventory({kind: {} for kind in PLUGIN_KINDS}, problems)
-    for distribution_name in sorted(plugins_by_distribution, key=lambda name: (name not in _OWN_DISTRIBUTIONS, name)):
-        for plugin in plugins_by_distribution[distribution_name]:
-            chosen = inventory.plugins[plugin.kind].setdefault(plugin.name, plugin)
-            if chosen is not plugin:
-                reason = f"{chosen.source} has a plug-in of that name, which is used instead."
+    for distribution_name in sorted(found, key=lambda name: (name != DISTRIBUTION, name)):
+        for plugin in found[distribution_name]:
+            used = inventory.plugins[plugin.kind].setdefault(plugin.name, plugin)
+            if used.entry_point.value != plugin.entry_point.value:  # else an older name of the same distribution
+                reason = f"{used.source} has a plug-in of that name, which is used instead."
                 problems.append(str(plugin.make_error(reason)))
     for problem in problems:
         log.warning("Left out: %s", problem)

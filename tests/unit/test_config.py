@@ -39,17 +39,57 @@ def test_tables_within_a_section_are_reached_too() -> None:
     ("variables", "overrides", "said"),
     [
         ({"POLAR_GATEWAY__PORT": "99999"}, {}, "the variable POLAR_GATEWAY__PORT: gateway.port"),
-        ({"POLAR_GATWAY__PORT": "1"}, {}, "gatway: there is no such setting"),
+        (
+            {"POLAR_GATWAY__PORT": "1"},
+            {},
+            "the variable POLAR_GATWAY__PORT: gatway: there is no such setting. Did you mean POLAR_GATEWAY__PORT?",
+        ),
+        ({"POLAR_ENGINE__SAMPLING__TOPP": "1"}, {}, "Did you mean POLAR_ENGINE__SAMPLING__TOP_P?"),
+        ({"POLAR_SERVER__LEASE_SECOND": "1"}, {}, "Did you mean POLAR_SERVER__LEASE_SECONDS?"),
+        (
+            {"POLAR_NOTHING__LIKE_IT": "1"},
+            {},
+            "the variable POLAR_NOTHING__LIKE_IT: nothing: there is no such setting.$",
+        ),
         ({"POLAR_ENGINE__URLS": "host:80"}, {}, "'host:80' is no address"),
         ({}, {"gateway": {"port": -1}}, "the command line: gateway.port"),
-        ({"POLAR_ENGINE": "x"}, {"engine": {"kidn": "vllm"}}, "engine.kidn: there is no such setting"),
+        (
+            {"POLAR_ENGINE": "x"},
+            {"engine": {"kidn": "vllm"}},
+            "engine.kidn: there is no such setting. Did you mean engine.kind?",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_source(
     variables: dict[str, str], overrides: dict[str, dict[str, object]], said: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.").replace("?", r"\?")):
         config.load(None, variables, overrides)
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("POLAR_GATEWAY_PORT", "POLAR_GATEWAY__PORT"),
+        ("POLAR_ENGIN_URLS", "POLAR_ENGINE__URLS"),
+        ("POLAR_ENGINE_API_KEY", "POLAR_ENGINE__API_KEY"),
+        ("POLAR_ENGINE_SAMPLING_TEMPERATURE", "POLAR_ENGINE__SAMPLING__TEMPERATURE"),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_the_setting_that_was_meant(
+    variable: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config._warn_if_misspelt.cache_clear()
+    for _ in range(2):  # it is said once
+        config.load(None, {variable: "x"})
+    assert caplog.messages == [f"The variable {variable} is no setting and has no effect: did you mean {meant}?"]
+
+
+def test_variables_that_are_no_settings_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    config._warn_if_misspelt.cache_clear()
+    others = ("API_KEY", "BASE_URL", "SESSION", "INSTRUCTION", "NODE_TOKEN", "RUNTIME", "BRIDGE", "CONFIG", "ENGINE")
+    config.load(None, {f"POLAR_{name}": "x" for name in others})
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
@@ -79,8 +119,11 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not valid TOML"):
         config.load(tmp_path / "bad.toml", {})
     (tmp_path / "odd.toml").write_text("[engine]\nkidn = 1")
-    with pytest.raises(ConfigError, match=r"odd\.toml: engine\.kidn"):
+    with pytest.raises(ConfigError, match=r"odd\.toml: engine\.kidn: .* Did you mean engine\.kind\?"):
         config.load(tmp_path / "odd.toml", {})
+    (tmp_path / "other.toml").write_text("[gatway]\nport = 1")
+    with pytest.raises(ConfigError, match=r"other\.toml: gatway: .* Did you mean gateway\?"):
+        config.load(tmp_path / "other.toml", {})
 
 
 def test_without_a_name_the_engine_is_the_one_that_brings_a_model_along() -> None:

@@ -146,6 +146,13 @@ def test_of_two_with_one_name_polars_own_is_used(site: Site, caplog: pytest.LogC
     assert len(plugins.list_problems()) == 2
 
 
+def test_an_older_name_of_the_distribution_is_no_conflict(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """An environment from before the distribution was renamed has both."""
+    site.install("former-name", "", "[polar.harnesses]\npi = polar.harnesses.pi:Pi\n")
+    assert load("harnesses", "pi").__module__ == "polar.harnesses.pi"
+    assert (caplog.messages, plugins.list_problems()) == ([], [])
+
+
 def test_entry_points_that_can_not_be_read(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     site.install("polar-broken", "", "[polar.harnesses]\nno equals sign\n")
     with caplog.at_level(logging.WARNING):

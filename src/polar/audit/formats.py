@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from polar.audit.rows import RawRow, RolloutRow, RowProblem, build_row
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 
 Record = Mapping[str, Any]
@@ -88,7 +89,7 @@ def _read_parquet(file: Path) -> Iterator[Any]:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ConfigError(f"Reading Parquet needs pyarrow ({error}): pip install 'polar[arrow]'.") from error
+        raise ConfigError(f"Reading Parquet needs pyarrow ({error}): {install_hint('arrow')}.") from error
     try:
         with ParquetFile(file) as opened:
             for batch in opened.iter_batches():
@@ -265,7 +266,7 @@ def _import_torch() -> Any:
     try:
         return import_module("torch")
     except ImportError as error:
-        raise ConfigError(f"Reading this file needs torch ({error}): pip install 'polar[verify]'.") from error
+        raise ConfigError(f"Reading this file needs torch ({error}): {install_hint('verify')}.") from error
 
 
 def _rebuild_tensor_dict(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG001

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 from rich.console import Console
 from rich.table import Table
 
+from polar.api.capture import PrivateGateway
 from polar.cli.common import (
     describe_default_engine,
     engine_options,
@@ -26,8 +27,7 @@ from polar.cli.common import (
 )
 from polar.config import Settings
 from polar.errors import ConfigError
-from polar.gateway.data_plane import DataPlane
-from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
+from polar.harnesses import filter_environment, find_by_command, load_harness
 from polar.harnesses.base import SetupRequest, write_setup
 from polar.records.exchange import Exchange
 from polar.records.session import Verdict
@@ -97,28 +97,24 @@ async def capture(
         raise ConfigError(f"There is no command {argv[0]!r}.")
     name = harness or find_by_command(argv)
     preset = load_harness(name) if name else None
-    async with DataPlane(settings, data) as service:
-        wanted = model or (preset.default_model if preset else "polar")
-        session, key = await service.sessions.create(
-            {"command": argv, "harness": name, "model": wanted} | (metadata or {})
-        )
-        summary = CaptureSummary(session.session_id)
-        variables = filter_environment(os.environ) | build_environment(service.gateway_url, key, wanted)
+    wanted = model or (preset.default_model if preset else "polar")
+    kept = {"command": argv, "harness": name, "model": wanted} | (metadata or {})
+    async with PrivateGateway(settings, data, kept) as gateway:
+        summary = CaptureSummary(gateway.session_id)
+        variables = filter_environment(os.environ) | gateway.build_environment(wanted)
         # Some harnesses go by PWD, and it is stale where no shell has started us.
         variables["PWD"] = str(folder) if folder else os.getcwd()
         if preset is not None:
-            home = _make_private_home(data, session.session_id)
-            setup = preset.setup(SetupRequest(str(home), variables["PWD"], service.gateway_url, key, wanted))
+            home = _make_private_home(data, gateway.session_id)
+            setup = preset.setup(SetupRequest(str(home), variables["PWD"], gateway.url, gateway.api_key, wanted))
             write_setup(setup, home)
             variables |= {"HOME": str(home)} | setup.env
         try:
             summary.exit_code = await _run_command(argv, variables, folder)
         finally:
             verdict = Verdict(reward) if reward is not None and summary.exit_code == 0 else Verdict()
-            await service.sessions.end(session.session_id, verdict)
-        recorded = await service.store.session(session.session_id)
-        assert recorded is not None
-        exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
+            await gateway.end(verdict)
+        recorded, exchanges = await gateway.read()
     for exchange in exchanges:
         summary.exchanges += 1
         summary.tokens += exchange.usage.completion

@@ -18,6 +18,7 @@ from polar.cli.train import train_with_progress
 from polar.cli.verify import DEFAULT_TOLERANCE, VerifyFindings, verify_sessions
 from polar.config import Settings
 from polar.demo import demo_folder
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 from polar.models import ensure_default_model, show_progress
 from polar.telemetry.logs import LogFormat, LogLevel
@@ -179,7 +180,7 @@ def _check_installed(harness: str | None) -> None:
     if harness is None:
         needed.append("openai")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise ConfigError(f"polar demo takes {', '.join(missing)}: pip install 'polar[train]' openai.")
+        raise ConfigError(f"polar demo takes {', '.join(missing)}: {install_hint('train')}.")
 
 
 def _half_the_layers(model: Path) -> int:

@@ -8,6 +8,7 @@ import click
 from pydantic import ValidationError
 
 from polar.cli.common import log_options, run_async
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 from polar.telemetry import logs
 
@@ -48,7 +49,5 @@ def command(
     try:
         from polar.engines.embedded.server import serve
     except ImportError as error:
-        raise ConfigError(
-            f"The embedded engine needs the extra `train`: pip install 'polar[train]' ({error})."
-        ) from error
+        raise ConfigError(f"The embedded engine needs the extra `train`: {install_hint('train')} ({error}).") from error
     run_async(serve(model, options, name=name))

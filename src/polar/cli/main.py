@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from polar.distribution import DISTRIBUTION
 from polar.errors import PolarError
 
 _COMMANDS = {
@@ -49,7 +50,7 @@ class _LazyGroup(click.Group):
 
 
 @click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="polar")
+@click.version_option(package_name=DISTRIBUTION)
 def cli() -> None:
     """Reinforcement learning for language agents, without opening the agent."""
 

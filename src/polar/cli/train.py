@@ -18,6 +18,7 @@ from rich.text import Text
 from polar.cli.common import json_option, log_options, run_async, start_logging
 from polar.cli.interrupts import Interrupts
 from polar.config import Settings
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 from polar.telemetry.logs import LogFormat, LogLevel
 from polar.train.metrics import STEP_PHASES, StepMetrics
@@ -53,7 +54,7 @@ async def _train(config: Path, output: str | None, steps: int | None, seed: int 
         from polar.models import ensure_default_model, show_progress
         from polar.train.settings import load_settings
     except ImportError as error:
-        raise ConfigError(f"polar train needs the extra `train`: pip install 'polar[train]' ({error}).") from error
+        raise ConfigError(f"polar train needs the extra `train`: {install_hint('train')} ({error}).") from error
     settings = load_settings(config, output=output, steps=steps, seed=seed)
     if settings.model.folder is None:
         with show_progress() as bar:

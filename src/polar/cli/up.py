@@ -19,6 +19,7 @@ from polar.cli.common import (
     start_logging,
 )
 from polar.config import Settings
+from polar.distribution import install_hint
 from polar.errors import ConfigError, PolarError
 from polar.gateway.process import tune_process
 from polar.telemetry.logs import LogFormat, LogLevel
@@ -81,7 +82,7 @@ async def _run_server(settings: Settings, data: Path, node: bool, as_json: bool)
     try:
         from polar.service import Service
     except ImportError as error:
-        raise ConfigError(f"polar up needs the extra `server`: pip install 'polar[server]' ({error}).") from error
+        raise ConfigError(f"polar up needs the extra `server`: {install_hint('server')} ({error}).") from error
     tune_process()
     orders = ShutdownSignals()
     async with contextlib.AsyncExitStack() as stack:

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from polar.client.async_client import AsyncClient
@@ -31,32 +31,37 @@ class BackgroundLoop:
     The thread does not keep a program from ending.
     """
 
-    def __init__(self, on_close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`on_close` is run in the loop, last of all."""
+    def __init__(self, on_close: Callable[[], Coroutine[Any, Any, None]], *, owner: str = "client") -> None:
+        """`on_close` is run in the loop, last of all. `owner` is what errors call it."""
         self._on_close = on_close
+        self._owner = owner
         self._loop = asyncio.new_event_loop()
         self._open = True
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._main, name="polar-client", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=f"polar-{owner}", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """From any other thread. Raises ClientError where it is closed, or is closed meanwhile."""
-        with self._lock:
-            if not self._open:
-                work.close()
-                raise ClientError("The client is closed.")
-            if not self._thread.is_alive():
-                work.close()
-                raise ClientError("The client was made before this process was forked off: make one here.")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.submit(work)
         try:
             return future.result()
         except CancelledError:
-            raise ClientError("The client is closed.") from None
+            raise ClientError(f"The {self._owner} is closed.") from None
         except BaseException:  # Ctrl-C, say: nobody waits for it any more
             future.cancel()
             raise
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts it, for callers with an event loop of their own. Raises ClientError as `run` does."""
+        with self._lock:
+            if not self._open:
+                work.close()
+                raise ClientError(f"The {self._owner} is closed.")
+            if not self._thread.is_alive():
+                work.close()
+                raise ClientError(f"The {self._owner} was made before this process was forked off: make one here.")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """Whoever waits in `run` is let go. More than once is once."""

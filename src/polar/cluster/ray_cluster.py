@@ -26,6 +26,7 @@ from polar.cluster.driver_protocol import (
     node_settings,
 )
 from polar.config import Settings
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class RayCluster:
     async def __aenter__(self) -> "RayCluster":
         """Returns when nodes have been asked for; each joins the server by itself."""
         if importlib.util.find_spec("ray") is None:
-            raise ConfigError("[cluster] engine = \"ray\" takes the package ray: pip install 'polar[ray]'.")
+            raise ConfigError(f'[cluster] engine = "ray" needs the package ray: {install_hint("ray")}.')
         self._placed = asyncio.get_running_loop().create_future()
         self._watching = asyncio.create_task(self._watch())
         try:

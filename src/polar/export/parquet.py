@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import numpy as np
 
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 from polar.export.base import ExportNeed, SessionItem
 from polar.records.spans import ExcludedSpan, Span, TokenCounts
@@ -132,7 +133,7 @@ def _import_pyarrow_parquet() -> Any:
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise ConfigError("The parquet format needs pyarrow: pip install 'polar[arrow]'.") from error
+        raise ConfigError(f"The parquet format needs pyarrow: {install_hint('arrow')}.") from error
     return pq
 
 

@@ -5,6 +5,7 @@ Who divides: the trainer; each trace has its `weight`.
 What is lost: nothing. A session without a reward has null and its reason, and one with nothing to train has no traces.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -12,7 +13,12 @@ import msgspec
 from polar.export.base import ExportNeed, SessionItem, SessionLines
 from polar.export.messages import conversation_calls, trace_messages
 from polar.records import wire
+from polar.records.exchange import Exchange
 from polar.records.result import SessionStatus
+from polar.records.session import HeldBackError, Session
+from polar.records.trajectory import SessionPaths
+from polar.trajectory.checker import SessionChecker
+from polar.trajectory.session import build_trajectory, hold_back_session
 
 
 class PolarExporter(SessionLines):
@@ -21,6 +27,27 @@ class PolarExporter(SessionLines):
 
     def lines(self, item: SessionItem) -> list[dict[str, Any]]:
         return [render_session_result(item)]
+
+
+def build_session_result(
+    session: Session,
+    exchanges: Sequence[Exchange],
+    builder: str,
+    checker: SessionChecker,
+    *,
+    error: str | None = None,
+    **parts: Any,
+) -> dict[str, Any]:
+    """The result of a stored session: built, checked and rendered. One that fails the check is held back. `parts` are
+    those of `render_session_result`."""
+    try:
+        built = build_trajectory(session, exchanges, builder, checker)
+        item = SessionItem(session.summary, built.session_paths, built.trajectory, list(exchanges), calls=built.calls)
+    except HeldBackError as held:
+        error = str(held)
+        kept, nothing = hold_back_session(session, builder, held)
+        item = SessionItem(kept.summary, SessionPaths(session.session_id, []), nothing)
+    return render_session_result(item, error=error, **parts)
 
 
 def render_session_result(

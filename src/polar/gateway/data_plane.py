@@ -122,6 +122,13 @@ class DataPlane:
             return
         await asyncio.to_thread(state.close)
 
+    def check_engine(self) -> None:
+        """Raises ConfigError where no engine answers, for what would otherwise start and find out call by call."""
+        replicas = self.pool.replicas
+        if all(replica.down for replica in replicas):
+            urls = ", ".join(replica.url for replica in replicas) or "any address"
+            raise ConfigError(f"No engine answers at {urls}: start it, or name another ([engine] urls, --engine).")
+
     async def load_policy_versions(self) -> dict[str, int]:
         """The version that each engine holds, by address, as far as it is known. An engine that was launched with this
         process holds what it began with, whatever was at its address before."""

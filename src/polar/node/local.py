@@ -15,19 +15,14 @@ from typing import Any, Protocol
 import msgspec
 
 from polar.config import Settings
-from polar.errors import ConfigError
-from polar.export.base import SessionItem
-from polar.export.polar import render_session_result
+from polar.export.polar import build_session_result
 from polar.gateway.data_plane import DataPlane
 from polar.node.finished_session import FinishedSession
 from polar.node.node import Node, NodeLoad, RunningSession
 from polar.node.node_service import make_node
 from polar.node.task_plan import TaskPlan
-from polar.records.session import HeldBackError
 from polar.records.task import TaskRequest
-from polar.records.trajectory import SessionPaths
 from polar.trajectory.checker import SessionChecker
-from polar.trajectory.session import build_trajectory, hold_back_session
 from polar.types import UsageTotals
 
 _POLL_SECONDS = 1.0  # between two looks at what is wanted, where that may be a matter of time
@@ -85,9 +80,7 @@ class LocalRollout:
     async def __aenter__(self) -> "LocalRollout":
         async with contextlib.AsyncExitStack() as stack:
             plane = self.plane = await stack.enter_async_context(DataPlane(self._settings, self._data))
-            if all(replica.down for replica in plane.pool.replicas):
-                urls = ", ".join(replica.url for replica in plane.pool.replicas) or "any address"
-                raise ConfigError(f"No engine answers at {urls}: start it, or name another ([engine] urls, --engine).")
+            plane.check_engine()
             self.node = await stack.enter_async_context(make_node(plane))
             self._stack = stack.pop_all()
         return self
@@ -173,22 +166,15 @@ class LocalRollout:
         assert session is not None
         exchanges = [exchange async for exchange in store.exchanges(finished.session_id)]
 
-        def made() -> dict[str, Any]:
-            builder, error = plan.task.builder.strategy, finished.error
-            try:
-                built = build_trajectory(session, exchanges, builder, self._checker)
-                item = SessionItem(session.summary, built.session_paths, built.trajectory, exchanges, calls=built.calls)
-            except HeldBackError as held:
-                error = str(held)
-                kept, nothing = hold_back_session(session, builder, held)
-                item = SessionItem(kept.summary, SessionPaths(session.session_id, []), nothing)
-            return render_session_result(
-                item,
-                stages=finished.seconds,
-                error=error,
-                outcome=None if finished.outcome is None else msgspec.to_builtins(finished.outcome),
-                detail=finished.verdict.detail,
-                mask_traces=plan.task.semantics.mask_traces,
-            )
-
-        return await asyncio.to_thread(made)
+        return await asyncio.to_thread(
+            build_session_result,
+            session,
+            exchanges,
+            plan.task.builder.strategy,
+            self._checker,
+            stages=finished.seconds,
+            error=finished.error,
+            outcome=None if finished.outcome is None else msgspec.to_builtins(finished.outcome),
+            detail=finished.verdict.detail,
+            mask_traces=plan.task.semantics.mask_traces,
+        )

@@ -125,6 +125,8 @@ class SessionTiming(BaseModel):
 
 
 class SessionResult(ResultModel):
+    """What came of one session of a task: its reward, or the reason why there is none, and what can be trained on."""
+
     session_id: str
     task_id: str
     status: SessionStatus
@@ -159,6 +161,8 @@ class TaskSession(ResultModel):
 
 
 class TaskStatus(ResultModel):
+    """Where a task is by now, with the results of its sessions once they have ended."""
+
     task_id: str
     run: str = DEFAULT_RUN
     status: TaskState

@@ -324,6 +324,8 @@ def _resolve_semantics(value: Any) -> Any:
 
 
 class TaskRequest(RequestModel):
+    """What an agent is asked to do, where it runs, how it is graded, and how many sessions of that there are."""
+
     task_id: str = Field(
         min_length=1, max_length=200, description="the task's identity: the same id with other content is refused"
     )

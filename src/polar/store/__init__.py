@@ -8,6 +8,7 @@
 `RelationalStore` is the store over either of them; only `sqlite` and `postgres` know which one it is.
 """
 
+from polar.distribution import install_hint
 from polar.errors import StoreError
 from polar.store.relational import RelationalStore
 from polar.store.sqlite import Durability, open_sqlite_store
@@ -25,9 +26,7 @@ def open_store(url: str, durability: Durability = "process") -> RelationalStore:
         try:
             from polar.store.postgres import open_postgres_store
         except ImportError as error:
-            raise StoreError(
-                f"A store on PostgreSQL needs psycopg: install Polar with its extra, polar[postgres] ({error})."
-            ) from error
+            raise StoreError(f"A store on PostgreSQL needs psycopg ({error}): {install_hint('postgres')}.") from error
         return open_postgres_store(url)
     raise StoreError(  # the rest may hold a password
         f"The store's URL, which begins with {scheme!r}, names no store; "

@@ -19,6 +19,7 @@ from msgspec import Struct, field
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from polar import validation_errors
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
 from polar.evaluators.patches import list_patch_paths
@@ -184,7 +185,7 @@ def _read_parquet(path: Path) -> list[Any]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise ConfigError("Parquet files take pyarrow: pip install 'polar[arrow]'.") from error
+        raise ConfigError(f"Reading Parquet needs pyarrow: {install_hint('arrow')}.") from error
     try:
         found: list[Any] = pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowException) as error:

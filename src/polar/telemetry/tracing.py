@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from msgspec import Struct
 
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 from polar.records.exchange import Exchange
 from polar.records.session import Verdict
@@ -67,8 +68,7 @@ async def export_traces(
         from polar.telemetry.otlp import OpenTelemetry, make_exporter
     except ImportError as error:
         raise ConfigError(
-            f"Traces need OpenTelemetry: install Polar with its extra, polar[otel], or leave [telemetry] "
-            f"otlp_endpoint out ({error})."
+            f"Traces need OpenTelemetry ({error}): {install_hint('otel')}, or leave [telemetry] otlp_endpoint out."
         ) from error
     traces = OpenTelemetry(make_exporter(endpoint, headers or {}), provider)
     with use_tracing(traces):

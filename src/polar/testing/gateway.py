@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from polar.api.capture import PrivateGateway
 from polar.client.sync_client import BackgroundLoop
 from polar.config import Settings
 from polar.engines.scripted import Play, PlaySet, ScriptedServer, ScriptedTurn
-from polar.gateway.data_plane import DataPlane
-from polar.harnesses import build_environment
+from polar.harnesses import build_base_urls
 from polar.records.exchange import Exchange
-from polar.records.session import Session, Verdict
+from polar.records.session import Verdict
 from polar.records.trajectory import Trajectory
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.session import build_trajectory
@@ -36,15 +36,12 @@ class ScriptedEngineServer:
         """Options are those of ScriptedServer. Without turns it writes a file and reads it back."""
         play = Play.default()
         server = ScriptedServer(PlaySet(play), **options)
-        with _background_loop() as loop:
+        with contextlib.closing(BackgroundLoop(server.stop)) as loop:
             loop.run(server.start())
             engine = cls(server, play)
             if turns:
                 engine.play(*turns)
-            try:
-                yield engine
-            finally:
-                loop.run(server.stop())
+            yield engine
 
     def play(self, *turns: ScriptedTurn | str) -> None:
         """What the model says from now on, turn by turn: the number of its own turns in a request says which is next.
@@ -55,12 +52,12 @@ class ScriptedEngineServer:
 class LoopbackGateway:
     """A gateway at `url`, and one session on it: `key` is its key."""
 
-    def __init__(self, loop: BackgroundLoop, plane: DataPlane, session: Session, key: str) -> None:
+    def __init__(self, loop: BackgroundLoop, gateway: PrivateGateway) -> None:
         self._loop = loop
-        self._plane = plane
-        self.url = plane.gateway_url
-        self.key = key
-        self.session_id = session.session_id
+        self._gateway = gateway
+        self.url = gateway.url
+        self.key = gateway.api_key
+        self.session_id = gateway.session_id
 
     @classmethod
     @contextlib.contextmanager
@@ -82,50 +79,29 @@ class LoopbackGateway:
         settings = Settings.model_validate(
             {"engine": {"kind": "scripted", "urls": [engine_url]}, "gateway": {"port": 0, "grace": 0}}
         )
-        with _background_loop() as loop:
-            plane = DataPlane(settings, folder)
-            loop.run(plane.__aenter__())
-            try:
-                session, key = loop.run(plane.sessions.create(dict(metadata or {})))
-                yield cls(loop, plane, session, key)
-            finally:
-                loop.run(plane.__aexit__(None, None, None))
+        private = PrivateGateway(settings, folder, dict(metadata or {}))
+        with contextlib.closing(BackgroundLoop(private.close)) as loop:
+            loop.run(private.open())
+            yield cls(loop, private)
 
     @property
     def base_urls(self) -> dict[str, str]:
         """Where each provider's client libraries are pointed."""
-        return {"openai": f"{self.url}/v1", "anthropic": self.url, "google": self.url}
+        return build_base_urls(self.url)
 
     def environment(self, model: str = "scripted") -> dict[str, str]:
         """The variables that point the providers' client libraries at this gateway."""
-        return build_environment(self.url, self.key, model)
+        return self._gateway.build_environment(model)
 
     def exchanges(self) -> list[Exchange]:
         """Every captured model call so far."""
-
-        async def read() -> list[Exchange]:
-            return [exchange async for exchange in self._plane.store.exchanges(self.session_id)]
-
-        return self._loop.run(read())
+        return self._loop.run(self._gateway.read())[1]
 
     def end(self, reward: float | None = None, reason: str | None = None) -> None:
         """Ends the session; its key is refused from now on."""
-        self._loop.run(self._plane.sessions.end(self.session_id, Verdict(reward, reason)))
+        self._loop.run(self._gateway.end(Verdict(reward, reason)))
 
     def trajectory(self, builder: str = "prefix_merging") -> Trajectory:
         """What a builder makes of the captured calls, checked. Raises HeldBackError where the check fails."""
-        session = self._loop.run(self._plane.store.session(self.session_id))
-        assert session is not None
-        return build_trajectory(session, self.exchanges(), builder, SessionChecker()).trajectory
-
-
-@contextlib.contextmanager
-def _background_loop() -> Iterator[BackgroundLoop]:
-    async def on_close() -> None:
-        pass
-
-    loop = BackgroundLoop(on_close)
-    try:
-        yield loop
-    finally:
-        loop.close()
+        session, exchanges = self._loop.run(self._gateway.read())
+        return build_trajectory(session, exchanges, builder, SessionChecker()).trajectory

@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
+from polar.distribution import install_hint
 from polar.errors import ConfigError
 from polar.records.exchange import Exchange
 from polar.records.trajectory import Ids, Trace
@@ -127,7 +128,7 @@ class Teacher:
             torch, transformers = import_module("torch"), import_module("transformers")
         except ImportError as error:
             raise ConfigError(
-                f"Recomputing log-probabilities needs torch and transformers ({error}): pip install 'polar[verify]'."
+                f"Recomputing log-probabilities needs torch and transformers ({error}): {install_hint('verify')}."
             ) from error
         if not (folder / "config.json").exists():
             raise ConfigError(f"There is no model in {folder}: it would have a config.json.")

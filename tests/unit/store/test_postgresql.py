@@ -162,7 +162,7 @@ def test_without_psycopg(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "psycopg" or "store.postgres" in name]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    assert "polar[postgres]" in refused("postgresql://me:secret@127.0.0.1/polar")
+    assert "polar-rl[postgres]" in refused("postgresql://me:secret@127.0.0.1/polar")
 
 
 async def test_a_nul_character_fails_alone(server: Server) -> None:

@@ -203,6 +203,6 @@ async def test_what_is_off_is_not_imported() -> None:
 
 async def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polar.telemetry.otlp", None)
-    with pytest.raises(ConfigError, match=r"polar\[otel\]"):
+    with pytest.raises(ConfigError, match=r"polar-rl\[otel\]"):
         async with tracing.export_traces("http://127.0.0.1:4318", provider="vllm"):
             pass

@@ -39,7 +39,7 @@ def test_how_logits_became_log_probabilities(kind: str, sampling: SamplingParams
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails now
-    with pytest.raises(ConfigError, match=r"pip install 'polar\[verify\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'polar-rl\[verify\]'"):
         Teacher.load(tmp_path)
 
 

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from polar.backoff import backoff_delays
 from polar.config import EngineSettings
+from polar.distribution import install_hint
 from polar.engines.base import Capabilities
 from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.vllm import VllmEngine
@@ -191,7 +192,7 @@ class EmbeddedEngine(VllmEngine):
     async def launch(settings: EngineSettings) -> EngineProcess:
         """`[engine] model` is a folder, or none for the default model; `[engine.options]` are those of options.py."""
         if missing := [name for name in ("torch", "transformers", "safetensors") if not importlib.util.find_spec(name)]:
-            raise ConfigError(f"The embedded engine needs {', '.join(missing)}: pip install 'polar[train]'.")
+            raise ConfigError(f"The embedded engine needs {', '.join(missing)}: {install_hint('train')}.")
         options = settings.parse_options(EmbeddedOptions)
         process = EngineProcess(await asyncio.to_thread(_resolve_model_folder, settings.model), options)
         await process.start()

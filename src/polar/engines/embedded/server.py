@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from importlib.metadata import version as package_version
 from pathlib import Path
 from time import time
 from types import TracebackType
@@ -10,6 +9,7 @@ from types import TracebackType
 import click
 from aiohttp import web
 
+from polar.distribution import installed_version
 from polar.engines.api_server import wire
 from polar.engines.api_server.backend import RequestError
 from polar.engines.api_server.replies import encode_json
@@ -47,7 +47,7 @@ class EmbeddedServer:
             self._server = ApiServer(
                 self.core,
                 card,
-                f"embedded-{package_version('polar')}",
+                f"embedded-{installed_version()}",
                 [web.post("/update_weights", self._update_weights), web.get("/weight_version", self._weight_version)],
             )
             await self.core.restore_weights()

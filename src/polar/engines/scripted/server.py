@@ -6,13 +6,13 @@ GenerationRequest -> context -> turn of the play -> script -> generation, step b
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from importlib.metadata import version as package_version
 from pathlib import Path
 from time import time
 from types import TracebackType
 
 from aiohttp import web
 
+from polar.distribution import installed_version
 from polar.engines.api_server import wire
 from polar.engines.api_server.backend import GenerationRequest, RequestError
 from polar.engines.api_server.replies import encode_json
@@ -156,7 +156,7 @@ class ScriptedServer:
         self.server = ApiServer(
             self.backend,
             wire.ModelCard(model, int(time()), model, max_model_len),
-            f"scripted-{package_version('polar')}",
+            f"scripted-{installed_version()}",
             [
                 web.post("/sleep", self._sleep),
                 web.post("/wake_up", self._wake_up),

@@ -8,7 +8,9 @@ from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from polar.distribution import install_hint
 from polar.gateway import view
+from polar.harnesses import build_base_urls
 from polar.plugins import list_names
 from polar.records.result import EvidenceResult
 from polar.records.session import Session, Verdict
@@ -69,11 +71,6 @@ class SessionEnd(Body):
         return self
 
 
-def base_urls(gateway_url: str) -> dict[str, str]:
-    """What each provider's clients take as their base URL."""
-    return {"openai": f"{gateway_url}/v1", "anthropic": gateway_url, "google": gateway_url}
-
-
 def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     store, sessions = parts.store, parts.sessions
 
@@ -81,7 +78,7 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     async def new_session(body: NewSession) -> SessionCreated:
         """A session for a harness that is run by hand. Its key is told here, and nowhere else."""
         session, key = await sessions.create(body.metadata, body.run)
-        return SessionCreated(session_id=session.session_id, api_key=key, base_urls=base_urls(parts.gateway_url))
+        return SessionCreated(session_id=session.session_id, api_key=key, base_urls=build_base_urls(parts.gateway_url))
 
     @router.get("/sessions", tags=["sessions"], response_model=list[SessionInfo], responses=error_responses(404))
     async def list_sessions(
@@ -163,5 +160,5 @@ async def _arrow_response(store: Store, session_id: str) -> Response:
     try:
         from polar.gateway.arrow import stream_exchanges
     except ImportError as error:
-        raise HTTPException(406, "Arrow needs pyarrow: pip install 'polar[arrow]'.") from error
+        raise HTTPException(406, f"Arrow needs pyarrow: {install_hint('arrow')}.") from error
     return StreamingResponse(stream_exchanges(store, session_id), media_type=ARROW_MEDIA_TYPE)
