@@ -27,7 +27,7 @@ class HttpAnswer(Struct):
     ended_at: float
     chunked: bool = False
 
-    def content(self) -> bytes:
+    def read_content(self) -> bytes:
         """The body without its chunks' frames."""
         if not self.chunked:
             return self.body

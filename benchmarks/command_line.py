@@ -32,10 +32,10 @@ peer_python_option = click.option(
 def make_progress_printer() -> Progress:
     """Prints lines to standard error, with the seconds since the start."""
     console = Console(stderr=True)
-    began = time.monotonic()
+    started_at = time.monotonic()
 
     def progress(what: str) -> None:
-        console.print(f"[dim]{time.monotonic() - began:4.0f} s[/]  {what}", highlight=False)
+        console.print(f"[dim]{time.monotonic() - started_at:4.0f} s[/]  {what}", highlight=False)
 
     return progress
 

@@ -24,8 +24,8 @@ from polar.config import EngineSettings, GatewaySettings, ServerSettings, Settin
 from polar.gateway.process import tune_process
 from polar.service import Service
 
-INTERVAL = 0.001
-STALL = 0.010
+TICK_SECONDS = 0.001
+STALL_SECONDS = 0.010
 
 
 class LoopStall(Struct):
@@ -49,7 +49,7 @@ class LoopReport(Struct):
     gc_max: float
 
 
-class LoopWatch:
+class LoopMonitor:
     """Watches the running loop from when it is made until it is asked for its report."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class LoopWatch:
         gc.callbacks.append(self._collected)
         self._tick()
 
-    def report(self) -> LoopReport:
+    def make_report(self) -> LoopReport:
         self._timer.cancel()
         gc.callbacks.remove(self._collected)
         late = sorted(self._late)
@@ -83,12 +83,12 @@ class LoopWatch:
         thread_cpu, process_cpu = time.thread_time(), time.process_time()
         late = now - self._due
         self._late.append(late)
-        if late > STALL:
+        if late > STALL_SECONDS:
             worked = thread_cpu - self._thread_cpu
             self._stalls.append(LoopStall(late * 1e3, worked * 1e3, (process_cpu - self._process_cpu) * 1e3))
         self._thread_cpu, self._process_cpu = thread_cpu, process_cpu
-        self._due = now + INTERVAL
-        self._timer = self._loop.call_later(INTERVAL, self._tick)
+        self._due = now + TICK_SECONDS
+        self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
 
     def _collected(self, phase: str, info: dict[str, Any]) -> None:  # noqa: ARG002
         if phase == "start":
@@ -111,12 +111,12 @@ async def serve(engine_url: str, data: Path, tokenizer: str | None = None) -> No
     tune_process()
     async with Service(settings, data) as service:
         print_message(GatewayAddresses(service.gateway_url, service.control_url))
-        watch: LoopWatch | None = None
+        watch: LoopMonitor | None = None
         async for _ in read_input_lines():
             if watch is None:
-                watch = LoopWatch()
+                watch = LoopMonitor()
             else:
-                print_message(watch.report())
+                print_message(watch.make_report())
                 watch = None
 
 

@@ -76,11 +76,11 @@ class ServerProcess:
     def pid(self) -> int:
         return self._get_process().pid
 
-    def cpu(self) -> float:
+    def read_cpu_seconds(self) -> float:
         """Seconds of user and system time so far, of all threads: the process's CPU clock, to the nanosecond."""
         return time.clock_gettime(~self.pid << 3 | 2)  # CLOCK_PROCESS_CPUTIME_ID of another process
 
-    def memory(self) -> int:
+    def read_memory_bytes(self) -> int:
         """Resident bytes."""
         resident = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
         return int(resident) * os.sysconf("SC_PAGE_SIZE")

@@ -29,27 +29,27 @@ class LatencySummary(Struct):
     longest: float
 
     @classmethod
-    def of(cls, seconds: list[float]) -> "LatencySummary":
+    def from_seconds(cls, seconds: list[float]) -> "LatencySummary":
         p50, p99, longest = np.percentile(np.array(seconds) * 1000, [50, 99, 100])
         return cls(len(seconds), float(p50), float(p99), float(longest))
 
 
-def promise_table(promises: Iterable[Promise]) -> Table:
+def make_promise_table(promises: Iterable[Promise]) -> Table:
     table = Table(title="Promises", title_justify="left")
     for column in ("", "promised", "measured", " "):
         table.add_column(column)
     for row in promises:
-        table.add_row(row.what, row.promised, row.measured, _verdict(row))
+        table.add_row(row.what, row.promised, row.measured, _describe_verdict(row))
     return table
 
 
 def print_promises(promises: Iterable[Promise], console: Console) -> None:
     """A line each, for reports with few of them."""
     for row in promises:
-        console.print(f"{row.what}: {row.measured}, promised {row.promised}: {_verdict(row)}", highlight=False)
+        console.print(f"{row.what}: {row.measured}, promised {row.promised}: {_describe_verdict(row)}", highlight=False)
 
 
-def _verdict(promise: Promise) -> str:
+def _describe_verdict(promise: Promise) -> str:
     return "[green]reached[/]" if promise.reached else "[red]not reached[/]"
 
 

@@ -27,14 +27,14 @@ from rich.table import Table
 from benchmarks.client import BenchmarkError
 from benchmarks.command_line import Progress, json_option, make_console, make_progress_printer
 from benchmarks.process import run_async
-from benchmarks.report import LatencySummary, Promise, describe_machine, promise_table
+from benchmarks.report import LatencySummary, Promise, describe_machine, make_promise_table
 from polar.runtimes.base import Limits, Runtime, RuntimeSpec
 from polar.runtimes.bubblewrap import Bubblewrap
 
 _LIMITS = Limits(cpus=1.0, memory_mb=512, processes=256)
 _COMMAND = ["/usr/bin/true"]
 _IMAGE = "polar-bench-sandbox"
-_LONGEST = 120.0  # seconds for one `docker run`
+_COMMAND_TIMEOUT_SECONDS = 120.0  # seconds for one `docker run`
 
 
 class SandboxPlan(Struct, frozen=True):
@@ -69,13 +69,18 @@ async def run(plan: SandboxPlan, progress: Progress) -> SandboxReport:
             cold, ready, removed = await _measure_bubblewrap(kind, plan)
         finally:
             await kind.close()
-    report = SandboxReport(plan, LatencySummary.of(cold), LatencySummary.of(ready), LatencySummary.of(removed))
+    report = SandboxReport(
+        plan,
+        LatencySummary.from_seconds(cold),
+        LatencySummary.from_seconds(ready),
+        LatencySummary.from_seconds(removed),
+    )
     progress("docker")
     docker, why_not = await _measure_docker(plan)
     if why_not is not None:
         report.absent["docker"] = why_not
     else:
-        report.docker = LatencySummary.of(docker)
+        report.docker = LatencySummary.from_seconds(docker)
     return report
 
 
@@ -113,9 +118,9 @@ async def _time_each(work: Callable[[int], Awaitable[None]], count: int, at_once
 
     async def one(index: int) -> float:
         async with slots:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             await work(index)
-            return time.perf_counter() - began
+            return time.perf_counter() - started_at
 
     return await asyncio.gather(*(one(index) for index in range(count)))
 
@@ -148,12 +153,12 @@ async def _run_client(argv: list[str], stdin: bytes = b"") -> str | None:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=asyncio.subprocess.DEVNULL, stderr=pipe)
     try:
-        async with asyncio.timeout(_LONGEST):
+        async with asyncio.timeout(_COMMAND_TIMEOUT_SECONDS):
             _, errors = await process.communicate(stdin)
     except TimeoutError:
         process.kill()
         await process.wait()
-        return f"no end after {_LONGEST:.0f} seconds"
+        return f"no end after {_COMMAND_TIMEOUT_SECONDS:.0f} seconds"
     if process.returncode == 0:
         return None
     lines = errors.decode(errors="replace").strip().splitlines()
@@ -196,7 +201,7 @@ def to_json(report: SandboxReport) -> bytes:
     )
 
 
-def show(report: SandboxReport, console: Console) -> None:
+def print_report(report: SandboxReport, console: Console) -> None:
     table = Table(title="From launch until the first command has ended (ms)", title_justify="left")
     for column in ("", "p50", "p99", "longest", "measured"):
         table.add_column(column, justify="left" if not column else "right")
@@ -206,7 +211,7 @@ def show(report: SandboxReport, console: Console) -> None:
     console.print(table)
     for name, why in report.absent.items():
         console.print(f"{name} was not measured: {why}", highlight=False, markup=False)
-    console.print(promise_table(list_promises(report)))
+    console.print(make_promise_table(list_promises(report)))
 
 
 def _iterate_rows(report: SandboxReport) -> Iterator[tuple[str, LatencySummary]]:
@@ -229,4 +234,4 @@ def command(quick: bool, as_json: bool) -> None:
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

@@ -29,12 +29,12 @@ from polar.cli.main import cli
 from polar.engines.scripted import TOKENIZER_FOLDER, PlaySet, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.play import TurnContext
 from polar.gateway.data_plane import DataPlane
-from polar.plugins import names
+from polar.plugins import list_names
 from polar.records.exchange import Exchange, StartedCall
 from polar.records.session import Evidence, Session, Verdict
 from polar.store import open_store
 from polar.store.base import Store
-from polar.testing.conversations import Talk, said
+from polar.testing.conversations import ConversationBuilder, make_text_parts
 from tests import captures
 from tests.integration.stack import settings
 from tests.unit.rollout.served import Served, served, task
@@ -74,7 +74,7 @@ def expected_documents(recording: Path, kind: str) -> dict[str, bytes]:
 def exports_and_verdicts(store_url: str, work: Path) -> dict[str, bytes]:
     """What every exporter and `polar verify` make of it, by name. `work` is an empty folder."""
     made = {"verify.json": run_cli(store_url, "verify", "--json")}
-    for name in names("exporters"):
+    for name in list_names("exporters"):
         builders = BUILDERS if name == "polar" else BUILDERS[:1]
         for builder in builders:
             output = work / f"{name}.{builder}"
@@ -176,15 +176,21 @@ async def _call(http: aiohttp.ClientSession, url: str, body: Any, headers: dict[
 
 async def store_by_hand(store: Store) -> None:
     """What captures don't show: roles by name, rewards of turns, evidence, calls that were cut or never ended."""
-    talk = Talk("team")
+    talk = ConversationBuilder("team")
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Lead."}, {"role": "user", "content": "Do it all."}]
-    talk.call(messages, said("I delegate."))
-    talk.call([{"role": "user", "content": "Look it up."}], said("Found."), role="subagent")
-    talk.call(
-        [*messages, {"role": "assistant", "content": "I delegate."}], said("Done."), delivered=2, status="partial"
+    talk.add_call(messages, make_text_parts("I delegate."))
+    talk.add_call([{"role": "user", "content": "Look it up."}], make_text_parts("Found."), role="subagent")
+    talk.add_call(
+        [*messages, {"role": "assistant", "content": "I delegate."}],
+        make_text_parts("Done."),
+        delivered=2,
+        status="partial",
     )
-    talk.call(
-        [{"role": "user", "content": "Name this."}], said("A name."), role="auxiliary", untrainable="structured_output"
+    talk.add_call(
+        [{"role": "user", "content": "Name this."}],
+        make_text_parts("A name."),
+        role="auxiliary",
+        untrainable="structured_output",
     )
     await store.create_session(
         Session("team", b"team", 1_700_000_000.0, metadata={"task_id": "by-hand", "sample": 0, "roles": talk.roles})
@@ -217,7 +223,7 @@ def _every_field(session_id: str, seq: int, words: list[str]) -> Exchange:
         session_id,
         seq,
         items,
-        raw_request=wire(items, tools=Talk.TOOLS.encode()),
+        raw_request=wire(items, tools=ConversationBuilder.TOOLS.encode()),
         logprobs=np.array([-0.1, np.nan if nan else -0.5, -2.0], np.float32),
         untrainable="logprobs_nan" if nan else None,
     )

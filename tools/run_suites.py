@@ -126,11 +126,11 @@ def run_suite(name: str, folder: Path, record_name: str) -> Record:
     junit, log = folder / f"{record_name}.xml", folder / f"{record_name}.log"
     junit.unlink(missing_ok=True)
     print(f"{name}: make {target}, output in {log}", flush=True)
-    began = time.monotonic()
+    started_at = time.monotonic()
     with log.open("wb") as file:
         command = ["make", target, f"PYTEST_OPTIONS=--junitxml={junit}"]
         record.status = run_to_end(command, file)
-    record.seconds = time.monotonic() - began
+    record.seconds = time.monotonic() - started_at
     record.load = " ".join(f"{load:.1f}" for load in os.getloadavg())
     text = log.read_text(errors="replace")
     if junit.exists():

@@ -37,7 +37,7 @@ from benchmarks.fidelity.sessions import (
     record,
 )
 from benchmarks.process import run_async
-from benchmarks.report import Promise, describe_machine, promise_table
+from benchmarks.report import Promise, describe_machine, make_promise_table
 from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.trajectory import builders
 from polar.trajectory.session import read_session_paths
@@ -102,9 +102,9 @@ def measure(recorded: RecordedSession, harness: str, mode: Mode, *, dropped: boo
     session = read_session_paths(recorded.session, exchanges)
     built = [
         prompt_merging.build(exchanges),
-        counts.from_traces(builders.per_request(session)),
-        counts.from_traces(builders.prefix_merging(session)),
-        counts.from_tree(builders.prefix_tree([session])),
+        counts.build_session_from_traces(builders.per_request(session)),
+        counts.build_session_from_traces(builders.prefix_merging(session)),
+        counts.build_session_from_tree(builders.prefix_tree([session])),
     ]
     excluded: Counter[str] = Counter()
     for path in session.paths:
@@ -159,12 +159,12 @@ def to_json(report: FidelityReport) -> bytes:
     )
 
 
-def show(report: FidelityReport, console: Console) -> None:
+def print_report(report: FidelityReport, console: Console) -> None:
     console.print(_make_table(report, dropped=False))
     console.print(_make_table(report, dropped=True))
     for what, why in report.failed.items():
         console.print(f"{what} was not counted: {why}.", highlight=False)
-    console.print(promise_table(list_promises(report)))
+    console.print(make_promise_table(list_promises(report)))
 
 
 def _make_table(report: FidelityReport, *, dropped: bool) -> Table:
@@ -243,4 +243,4 @@ def command(harnesses: tuple[str, ...], turns: int, tokenizer: Path | None, as_j
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

@@ -70,7 +70,7 @@ def count_tokens(built: BuiltSession, exchanges: Sequence[Exchange]) -> Fidelity
     )
 
 
-def from_traces(trajectory: Trajectory) -> BuiltSession:
+def build_session_from_traces(trajectory: Trajectory) -> BuiltSession:
     trained = []
     for trace in trajectory.traces:
         assert trace.logprobs is not None  # the scripted engine gives them always
@@ -83,7 +83,7 @@ def from_traces(trajectory: Trajectory) -> BuiltSession:
     )
 
 
-def from_tree(tree: TreeTrajectory) -> BuiltSession:
+def build_session_from_tree(tree: TreeTrajectory) -> BuiltSession:
     """One trace, since it is computed in one go. Each term is looked at behind all that stands above it."""
     trained = []
     for term in tree.terms:

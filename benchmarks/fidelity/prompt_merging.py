@@ -41,7 +41,7 @@ def _make_chains(calls: Sequence[Exchange]) -> list[list[Exchange]]:
     chains: list[list[Exchange]] = []
     for call in calls:
         prompt = _get_prompt(call)
-        open_chains = [chain for chain in chains if _begins_with(prompt, _get_prompt(chain[-1]))]
+        open_chains = [chain for chain in chains if _starts_with(prompt, _get_prompt(chain[-1]))]
         if open_chains:
             max(open_chains, key=lambda chain: len(_get_prompt(chain[-1]))).append(call)
         else:
@@ -84,7 +84,7 @@ def _find_between(before: Exchange, call: Exchange, end: int | None) -> TokenIds
     return beyond[at + 1 :] if _get_sampled(before)[-1] == end else beyond[at:]
 
 
-def _begins_with(prompt: TokenIds, beginning: TokenIds) -> bool:
+def _starts_with(prompt: TokenIds, beginning: TokenIds) -> bool:
     return len(beginning) <= len(prompt) and bool(np.array_equal(prompt[: len(beginning)], beginning))
 
 

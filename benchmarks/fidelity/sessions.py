@@ -36,7 +36,7 @@ HARNESS_FOLDERS = (
 )
 """Where `make` installs harnesses."""
 _AGENT = Path(__file__).with_name("agent.py")
-_LIMIT = 300.0  # seconds for a harness
+_AGENT_TIMEOUT_SECONDS = 300.0  # seconds for a harness
 _DROPPED_RATE = 2000.0  # tokens a second where a connection is cut: it must still be sampling then
 _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # how mini-swe-agent is told the end; to others it is a command
 
@@ -137,10 +137,10 @@ async def _run(agent: Agent, variables: dict[str, str], folder: Path, output: Pa
             *agent.argv, env=variables, cwd=folder, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
         )
         try:
-            async with asyncio.timeout(_LIMIT):
+            async with asyncio.timeout(_AGENT_TIMEOUT_SECONDS):
                 status = await process.wait()
         except TimeoutError:
-            raise BenchmarkError(f"it was not done after {_LIMIT:.0f} seconds") from None
+            raise BenchmarkError(f"it was not done after {_AGENT_TIMEOUT_SECONDS:.0f} seconds") from None
         finally:
             if process.returncode is None:
                 process.kill()

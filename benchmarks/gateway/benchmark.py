@@ -42,7 +42,7 @@ from benchmarks.gateway.load import (
     check_answer,
     measure,
 )
-from benchmarks.gateway.report import AddedLatency, GatewayReport, SessionMemory, StreamDelays, show, to_json
+from benchmarks.gateway.report import AddedLatency, GatewayReport, SessionMemory, StreamDelays, print_report, to_json
 from benchmarks.gateway.servers import LITELLM_VERSION, Servers, find_litellm, install_litellm
 from benchmarks.polar_server import LoopReport
 from benchmarks.process import run_async
@@ -186,7 +186,7 @@ async def _check_capture(bench: GatewayBench) -> None:
     connection = await Connection.open(bench.polar.control_port)
     answer = await connection.call(encode_get(f"/sessions/{bench.polar.sessions[0]}/exchanges"))
     connection.close()
-    exchanges = msgspec.json.decode(answer.content(), type=list[_Exchange])
+    exchanges = msgspec.json.decode(answer.read_content(), type=list[_Exchange])
     for exchange in exchanges:
         kept = (len(exchange.sampled_ids or ()), len(exchange.logprobs or ()))
         if kept != (L.sampled_tokens, L.sampled_tokens) or not exchange.prompt_ids or exchange.untrainable:
@@ -212,7 +212,7 @@ async def _measure_first_byte(
     bench: GatewayBench, target: Target, size: CallSize, stream: bool, pairs: int
 ) -> AddedLatency:
     warm = TURNS
-    keys = await target.keys((warm + pairs) // TURNS + 1)
+    keys = await target.create_keys((warm + pairs) // TURNS + 1)
     ways = [(it, await Connection.open(it.port)) for it in (bench.direct, target)]
     direct: list[float] = []
     added: list[float] = []
@@ -220,10 +220,10 @@ async def _measure_first_byte(
         turn = index % TURNS
         if turn == 0:
             key = next(keys)
-            sessions = [it.session(key) for it, _ in ways]
+            sessions = [it.open_session(key) for it, _ in ways]
         took = []
         for session, (_, connection) in zip(sessions, ways, strict=True):
-            answer = await connection.call(session.request(size, turn, stream=stream))
+            answer = await connection.call(session.make_request(size, turn, stream=stream))
             took.append((answer.first_at - answer.sent_at) * 1e3)
         if index >= warm:
             direct.append(took[0])
@@ -246,7 +246,7 @@ async def measure_many_streams(bench: GatewayBench) -> None:
     bench.progress(f"{plan.streams} streams of 10 tokens a second for {plan.stream_seconds:g} s")
     through: list[float] = []
     direct: list[float] = []
-    keys = await bench.polar.keys(plan.streams)
+    keys = await bench.polar.create_keys(plan.streams)
     pace = bench.engine.pace
     pace.tokens, pace.interval = int(plan.stream_seconds * 10), 0.1
 
@@ -257,7 +257,7 @@ async def measure_many_streams(bench: GatewayBench) -> None:
 
         await asyncio.sleep(start)
         connection = await Connection.open(target.port)
-        await connection.call(target.session(key).request(S, 5, stream=True), arrived)
+        await connection.call(target.open_session(key).make_request(S, 5, stream=True), arrived)
         connection.close()
 
     step = plan.ramp_seconds / plan.streams
@@ -267,10 +267,10 @@ async def measure_many_streams(bench: GatewayBench) -> None:
     server = bench.polar.server
     assert server is not None
     server.send_line("watch")
-    cpu, began = server.cpu(), time.monotonic()
+    cpu, started_at = server.read_cpu_seconds(), time.monotonic()
     await asyncio.gather(*running)
-    seconds = time.monotonic() - began
-    cpu = server.cpu() - cpu
+    seconds = time.monotonic() - started_at
+    cpu = server.read_cpu_seconds() - cpu
     pace.tokens = 0
     server.send_line("report")
     watched = await server.read_message(LoopReport)
@@ -301,8 +301,8 @@ async def measure_idle_sessions(bench: GatewayBench) -> None:
     bench.progress(f"{plan.sessions:,} open sessions")
     polar = await bench.servers.start_polar("polar-idle")  # a fresh one: what others left behind is not counted
     assert polar.server is not None
-    before = polar.server.memory()
-    keys = await polar.keys(plan.sessions)
+    before = polar.server.read_memory_bytes()
+    keys = await polar.create_keys(plan.sessions)
     numbered = enumerate(keys)
     connections: list[Connection] = []
 
@@ -311,15 +311,17 @@ async def measure_idle_sessions(bench: GatewayBench) -> None:
             connection = await Connection.open(polar.port)
             connections.append(connection)
             size = S if number < plan.large_sessions else calls.SMALL
-            check_answer(await connection.call(polar.session(key).request(size, 5)))
+            check_answer(await connection.call(polar.open_session(key).make_request(size, 5)))
 
     await asyncio.gather(*(caller() for _ in range(CALLERS)))
     await asyncio.sleep(plan.settle_seconds)
-    connected = polar.server.memory()
+    connected = polar.server.read_memory_bytes()
     for connection in connections:
         connection.close()
     await asyncio.sleep(plan.settle_seconds)
-    bench.report.memory = SessionMemory(plan.sessions, plan.large_sessions, before, connected, polar.server.memory())
+    bench.report.memory = SessionMemory(
+        plan.sessions, plan.large_sessions, before, connected, polar.server.read_memory_bytes()
+    )
 
 
 Measurement = Callable[[GatewayBench], Awaitable[None]]
@@ -372,7 +374,7 @@ def command(
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())
 
 
 def _install_litellm() -> Path:

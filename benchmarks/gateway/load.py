@@ -67,10 +67,12 @@ class Target:
         self._key = key
         self._nonces = itertools.count(1)
 
-    def template(self, size: CallSize, turn: int, dialect: str = "openai_chat", *, stream: bool = False) -> Template:
+    def make_template(
+        self, size: CallSize, turn: int, dialect: str = "openai_chat", *, stream: bool = False
+    ) -> Template:
         return make_template(size, turn, dialect, stream=stream, extra=self._extra)
 
-    async def keys(self, count: int) -> Iterator[str]:
+    async def create_keys(self, count: int) -> Iterator[str]:
         """Keys of so many new sessions."""
         if self.control_port is None:
             return itertools.repeat(self._key, count)
@@ -88,7 +90,7 @@ class Target:
         self.sessions = [session.session_id for session in made]
         return iter([session.api_key for session in made])
 
-    def session(self, key: str) -> "HarnessSession":
+    def open_session(self, key: str) -> "HarnessSession":
         return HarnessSession(self, key, make_nonce(next(self._nonces)))
 
 
@@ -100,8 +102,8 @@ class HarnessSession:
         self._key = key
         self._nonce = nonce
 
-    def request(self, size: CallSize, turn: int, dialect: str = "openai_chat", *, stream: bool = False) -> bytes:
-        made = self._target.template(size, turn, dialect, stream=stream)
+    def make_request(self, size: CallSize, turn: int, dialect: str = "openai_chat", *, stream: bool = False) -> bytes:
+        made = self._target.make_template(size, turn, dialect, stream=stream)
         return encode_post(made.path, made.body(self._nonce), self._key)
 
 
@@ -109,22 +111,22 @@ async def measure(target: Target, size: CallSize, calls_each: int, dialect: str 
     """The cost of `calls_each` calls of each of the callers, who begin at different turns of their sessions, so that
     few calls have the same mean size as many."""
     sessions_each = -(-calls_each // TURNS) + 1
-    keys = await target.keys(CALLERS * sessions_each)
+    keys = await target.create_keys(CALLERS * sessions_each)
     connections = [await Connection.open(target.port) for _ in range(CALLERS)]
 
     async def caller(number: int) -> None:
         turn = number * TURNS // CALLERS
-        session = target.session(next(keys))
+        session = target.open_session(next(keys))
         for _ in range(calls_each):
             if turn == TURNS:
-                turn, session = 0, target.session(next(keys))
-            check_answer(await connections[number].call(session.request(size, turn, dialect)))
+                turn, session = 0, target.open_session(next(keys))
+            check_answer(await connections[number].call(session.make_request(size, turn, dialect)))
             turn += 1
 
     assert target.server is not None
-    cpu, began = target.server.cpu(), time.monotonic()
+    cpu, started_at = target.server.read_cpu_seconds(), time.monotonic()
     await asyncio.gather(*(caller(number) for number in range(CALLERS)))
-    cost = Cost(CALLERS * calls_each, target.server.cpu() - cpu, time.monotonic() - began)
+    cost = Cost(CALLERS * calls_each, target.server.read_cpu_seconds() - cpu, time.monotonic() - started_at)
     for connection in connections:
         connection.close()
     return cost

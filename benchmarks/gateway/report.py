@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks.gateway.load import FASTAPI, LITELLM, POLAR, Cost
 from benchmarks.polar_server import LoopReport
-from benchmarks.report import MB, Promise, describe_machine, promise_table
+from benchmarks.report import MB, Promise, describe_machine, make_promise_table
 
 
 class AddedLatency(Struct):
@@ -118,14 +118,14 @@ def _describe_cost(cost: Cost) -> dict[str, float]:
     return {"calls": cost.calls, "cpu_ms": cost.cpu_ms, "calls_per_second": cost.per_second}
 
 
-def show(report: GatewayReport, console: Console) -> None:
+def print_report(report: GatewayReport, console: Console) -> None:
     for table in (
         _make_cost_table(report),
         _make_dialect_table(report),
         _make_latency_table(report),
         _make_stream_table(report),
         _make_memory_table(report),
-        promise_table(list_promises(report)),
+        make_promise_table(list_promises(report)),
     ):
         if table.row_count:
             console.print(table)

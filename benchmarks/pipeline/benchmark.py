@@ -39,7 +39,7 @@ from benchmarks.pipeline.runtime import (
 )
 from benchmarks.pipeline.workload import WorkloadSession, make_sessions
 from benchmarks.process import ServerProcess, run_async
-from benchmarks.report import LatencySummary, Promise, describe_machine, promise_table
+from benchmarks.report import LatencySummary, Promise, describe_machine, make_promise_table
 from polar.config import EngineSettings, GatewaySettings, NodeSettings, PrewarmSettings, Settings
 from polar.gateway.data_plane import DataPlane
 from polar.gateway.process import tune_process
@@ -49,8 +49,8 @@ from polar.records.session import Verdict
 from polar.records.task import AgentRequest, CustomShell, EvaluatorRequest, RuntimeRequest, TaskRequest
 from polar.runtimes.base import Runtime, RuntimeSpec
 
-STEP = 0.25  # seconds between the points of the picture
-_LIMIT = 600.0  # seconds of a session
+SERIES_STEP_SECONDS = 0.25  # seconds between the points of the picture
+_RUN_TIMEOUT_SECONDS = 600.0  # seconds of a session
 _ONE_BY_ONE = "one by one, {} workers"
 
 Done = Callable[[], None]
@@ -128,7 +128,7 @@ async def run(plan: PipelinePlan, progress: CountedProgress) -> PipelineReport:
         staged.side,
         few.side,
         many.side,
-        refill=LatencySummary.of(compute_refill_seconds(list(staged.lives.values()), plan.run_workers)),
+        refill=LatencySummary.from_seconds(compute_refill_seconds(list(staged.lives.values()), plan.run_workers)),
         prewarmed=sum(life.fresh_at < life.taken_at for life in staged.lives.values()) / len(staged.lives),
     )
 
@@ -187,8 +187,8 @@ class _Bench:
             kind = SimulatedBackend(
                 data / "simulated", service.gateway_url, start_seconds=plan.start_seconds, seed=plan.seed
             )
-            began = await through(service, kind, data, workers, one_done)
-            whole = Window(began, time.monotonic())
+            started_at = await through(service, kind, data, workers, one_done)
+            whole = Window(started_at, time.monotonic())
         calls = await self._take_calls()
         lives = list(kind.lives.values())
         steady = Window(min(life.called_at for life in lives), max(life.called_at for life in lives))
@@ -200,9 +200,9 @@ class _Bench:
             compute_utilization(calls, plan.slots, whole),
             ended / steady.seconds * 60,
             kind.most,
-            compute_slot_series(calls, whole, STEP),
-            steady.begin - began,
-            steady.end - began,
+            compute_slot_series(calls, whole, SERIES_STEP_SECONDS),
+            steady.begin - started_at,
+            steady.end - started_at,
         )
         return _Measured(side, kind.lives)
 
@@ -210,8 +210,8 @@ class _Bench:
         """The production node. When the first task came."""
         node = make_node(plane, SimulatedBackends(kind))
         async with node:
-            await kind.started(self._plan.prewarm)  # the node was there before the tasks
-            began = time.monotonic()
+            await kind.wait_until_started(self._plan.prewarm)  # the node was there before the tasks
+            started_at = time.monotonic()
             running = [await node.submit(await node.plan(_make_task(session))) for session in self._work]
             for finished in asyncio.as_completed([one.finished for one in running]):
                 ended = await finished
@@ -220,7 +220,7 @@ class _Bench:
                         f"Session {ended.task_id} went wrong: {ended.verdict.reason}. {ended.error or ''}"
                     )
                 done()
-        return began
+        return started_at
 
     async def run_one_by_one(
         self,
@@ -231,7 +231,7 @@ class _Bench:
         done: Done,
     ) -> float:
         """A worker has one session at a time, and makes what it needs when it needs it."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         left = iter(self._work)
 
         async def worker() -> None:
@@ -242,12 +242,14 @@ class _Bench:
         async with asyncio.TaskGroup() as group:
             for _ in range(workers):
                 group.create_task(worker())
-        return began
+        return started_at
 
     async def _take_calls(self) -> list[EngineCall]:
         connection = await Connection.open(int(self._engine_url.rpartition(":")[2]))
         try:
-            return msgspec.json.decode((await connection.call(encode_get("/calls"))).content(), type=list[EngineCall])
+            return msgspec.json.decode(
+                (await connection.call(encode_get("/calls"))).read_content(), type=list[EngineCall]
+            )
         finally:
             connection.close()
 
@@ -275,7 +277,7 @@ def _make_task(session: WorkloadSession) -> TaskRequest:
     return TaskRequest(
         task_id=str(session.number),
         instruction="",
-        timeout_seconds=_LIMIT,
+        timeout_seconds=_RUN_TIMEOUT_SECONDS,
         runtime=RuntimeRequest(backend=NAME),
         agent=AgentRequest(custom_shell=CustomShell(command="agent"), env=_make_agent_variables(session)),
         evaluator=EvaluatorRequest(
@@ -311,8 +313,8 @@ def to_json(report: PipelineReport) -> bytes:
     )
 
 
-def show(report: PipelineReport, console: Console) -> None:
-    for table in (_make_side_table(report), _make_node_table(report), promise_table(list_promises(report))):
+def print_report(report: PipelineReport, console: Console) -> None:
+    for table in (_make_side_table(report), _make_node_table(report), make_promise_table(list_promises(report))):
         console.print(table)
 
 
@@ -408,7 +410,8 @@ def _draw_panel(side: Side, slots: int, top: int, scale: float, colour: str) -> 
     points = [f"M{_LEFT},{bottom}"]
     for number, used in enumerate(side.batch):
         y = bottom - used / slots * _HEIGHT
-        points.append(f"L{_LEFT + number * STEP * scale:.1f},{y:.1f}H{_LEFT + (number + 1) * STEP * scale:.1f}")
+        begin, end = (_LEFT + index * SERIES_STEP_SECONDS * scale for index in (number, number + 1))
+        points.append(f"L{begin:.1f},{y:.1f}H{end:.1f}")
     yield f'<path d="{"".join(points)}V{bottom}Z" fill="{colour}" fill-opacity="0.75"/>'
     yield f'<path d="M{_LEFT},{top}H{_LEFT + _WIDTH}" stroke="#888" stroke-dasharray="4 3"/>'
     yield f'<path d="M{_LEFT},{top}V{bottom}H{_LEFT + _WIDTH}" stroke="#333" fill="none"/>'
@@ -443,5 +446,5 @@ def command(quick: bool, picture: Path, as_json: bool) -> None:
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())
     click.echo(f"The picture is in {picture}.", err=as_json)

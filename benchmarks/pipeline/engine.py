@@ -157,14 +157,14 @@ class Utilization(Struct, frozen=True):
 
 
 def compute_utilization(calls: Sequence[EngineCall], slots: int, window: Window) -> Utilization:
-    began, ended = _list_starts(calls), np.array([call.ended for call in calls])
+    started_at, ended = _list_starts(calls), np.array([call.ended for call in calls])
     arrived = np.array([call.arrived for call in calls])
-    held = _compute_overlap(began, ended, window)
+    held = _compute_overlap(started_at, ended, window)
     return Utilization(
         seconds=window.seconds,
         slots=float(held.sum()) / (slots * window.seconds),
-        full=_compute_full_seconds(began, ended, slots, window) / window.seconds,
-        waiting=float(_compute_overlap(arrived, began, window).sum()) / window.seconds,
+        full=_compute_full_seconds(started_at, ended, slots, window) / window.seconds,
+        waiting=float(_compute_overlap(arrived, started_at, window).sum()) / window.seconds,
     )
 
 

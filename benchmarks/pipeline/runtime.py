@@ -77,7 +77,7 @@ class SimulatedRuntime:
         output: Path | None = None,  # noqa: ARG002  nothing is printed
         max_output: int = 64 * 1024 * 1024,  # noqa: ARG002
     ) -> CommandResult:
-        began = time.monotonic()
+        started_at = time.monotonic()
         variables = env or {}
         lived = self._backend.lives.setdefault(int(variables[NUMBER]), SessionTimeline())
         if TURNS in variables:
@@ -86,7 +86,7 @@ class SimulatedRuntime:
         else:
             lived.fresh_at = self._created_at
             await asyncio.sleep(float(variables[SECONDS]))
-        return CommandResult(0, time.monotonic() - began)
+        return CommandResult(0, time.monotonic() - started_at)
 
     async def _run_agent(self, variables: dict[str, str], lived: SessionTimeline) -> None:
         base = urlsplit(variables["OPENAI_BASE_URL"])
@@ -100,7 +100,7 @@ class SimulatedRuntime:
                 request = encode_post(
                     f"{base.path}/chat/completions", msgspec.json.encode(asked), variables["OPENAI_API_KEY"]
                 )
-                said = msgspec.json.decode((await connection.call(request)).content(), type=_Reply)
+                said = msgspec.json.decode((await connection.call(request)).read_content(), type=_Reply)
                 await asyncio.sleep(turn.tool_seconds)
                 messages += [
                     {"role": "assistant", "content": said.choices[0].message.content},
@@ -159,7 +159,7 @@ class SimulatedBackend:
         self._start_seconds = start_seconds
         self._rng = random.Random(seed)
 
-    async def started(self, count: int) -> None:
+    async def wait_until_started(self, count: int) -> None:
         """Until so many more runtimes have started."""
         for _ in range(count):
             await self.starts.acquire()

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.command_line import Progress, json_option, make_console, make_progress_printer, peer_python_option
 from benchmarks.process import run_async
-from benchmarks.report import MB, Promise, describe_machine, promise_table
+from benchmarks.report import MB, Promise, describe_machine, make_promise_table
 from benchmarks.service import databases as service_databases
 from benchmarks.service import long_queue as service_queue
 from benchmarks.service import peers as service_peers
@@ -121,7 +121,7 @@ def _iterate_promises(report: ServiceReport) -> Iterator[Promise]:
             yield Promise(what, "under 400 MB", f"{memory:.0f} MB", memory < 400)
             for call in (SUBMIT, LEASE):
                 what = f"{call} with {queued.many:,} queued against {queued.few:,}, {queued.database}"
-                ratio = queued.ratio(call)
+                ratio = queued.compute_ratio(call)
                 yield Promise(what, "at most 1.25 x", f"{ratio:.2f} x", ratio <= 1.25)
 
 
@@ -131,12 +131,12 @@ def to_json(report: ServiceReport) -> bytes:
     )
 
 
-def show(report: ServiceReport, console: Console) -> None:
+def print_report(report: ServiceReport, console: Console) -> None:
     for table in (
         _make_throughput_table(report),
         _make_read_table(report),
         _make_queue_table(report),
-        promise_table(list_promises(report)),
+        make_promise_table(list_promises(report)),
     ):
         if table.row_count:
             console.print(table)
@@ -176,7 +176,8 @@ def _make_queue_table(report: ServiceReport) -> Table:
     for one in report.queued:
         for call in one.long.ms:
             short, long = (f"{side.ms[call]:.2f} ({side.cpu_ms[call]:.2f})" for side in (one.short, one.long))
-            table.add_row(f"{call}, {one.few:,} and {one.many:,}", one.database, short, long, f"{one.ratio(call):.2f}")
+            ratio = f"{one.compute_ratio(call):.2f}"
+            table.add_row(f"{call}, {one.few:,} and {one.many:,}", one.database, short, long, ratio)
         resident = f"{one.before / MB:.0f} MB", f"{one.resident / MB:.0f} MB, at most {one.peak / MB:.0f}"
         table.add_row("resident, without and with the long one", one.database, *resident, "")
         table.add_row("taken in, sessions a second", one.database, "", f"{one.per_second:,.0f}", "")
@@ -212,4 +213,4 @@ def command(quick: bool, postgres: str | None, peer_pythons: tuple[Path, ...], a
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

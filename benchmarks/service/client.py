@@ -48,7 +48,7 @@ async def serve(url: str) -> None:
 
 async def _carry_out(client: AsyncClient, order: ClientOrder) -> ClientResult:
     tasks = [] if order.submit is None else [_make_task(order, number) for number in range(order.count)]
-    began, cpu = time.monotonic(), time.process_time()
+    started_at, cpu = time.monotonic(), time.process_time()
     size = usable = 0
     async with asyncio.TaskGroup() as group:
         if tasks:
@@ -58,7 +58,7 @@ async def _carry_out(client: AsyncClient, order: ClientOrder) -> ClientResult:
                 size += len(result.data)
                 usable += _NO_REWARD not in result.data[:_HEAD]
     assert results.cursor is not None
-    return ClientResult(time.monotonic() - began, time.process_time() - cpu, results.cursor, size, usable)
+    return ClientResult(time.monotonic() - started_at, time.process_time() - cpu, results.cursor, size, usable)
 
 
 def _make_task(order: ClientOrder, number: int) -> TaskRequest:

@@ -55,7 +55,7 @@ class QueueCosts(Struct):
     short: CallCosts
     long: CallCosts
 
-    def ratio(self, call: str) -> float:
+    def compute_ratio(self, call: str) -> float:
         return self.long.ms[call] / self.short.ms[call]
 
 
@@ -68,16 +68,18 @@ async def measure(kind: DatabaseBackend, few: int, many: int, calls: int, folder
             store = stack.enter_context(kind.new())
             sides.append(await stack.enter_async_context(_start_side(where, store)))
         short, long = sides
-        before = long.process.memory()
+        before = long.process.read_memory_bytes()
         await short.fill(few)
         took = await long.fill(many)
-        resident, peak = long.process.memory(), _read_peak(long.process)
+        resident, peak = long.process.read_memory_bytes(), _read_peak(long.process)
         for side in sides:
-            await side.join()
+            await side.join_server()
         for number in range(_FIRST + calls):
             for side in (short, long) if number % 2 else (long, short):
-                await side.turn(number)
-    return QueueCosts(kind.name, few, many, many / took, before, resident, peak, short.costs(), long.costs())
+                await side.run_turn(number)
+    return QueueCosts(
+        kind.name, few, many, many / took, before, resident, peak, short.compute_costs(), long.compute_costs()
+    )
 
 
 class _Side:
@@ -90,18 +92,18 @@ class _Side:
 
     async def fill(self, count: int) -> float:
         """Seconds that it took."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         numbers = iter(range(count))
         while some := [
             make_no_op_task(f"queued-{number}", _INSTRUCTION) for number in itertools.islice(numbers, _SLICE)
         ]:
             await self._client.submit(some)
-        return time.monotonic() - began
+        return time.monotonic() - started_at
 
-    async def join(self) -> None:
+    async def join_server(self) -> None:
         await self._node.join(JoinRequest("caller", "caller", [BACKEND], SIZE, "none"))
 
-    async def turn(self, number: int) -> None:
+    async def run_turn(self, number: int) -> None:
         tasks = [make_no_op_task(f"turn-{number}-{task}", _INSTRUCTION) for task in range(SIZE)]
         await self._time_call(SUBMIT, lambda: self._client.submit(tasks))
         leases = await self._time_call(LEASE, lambda: self._node.lease("caller", [], SIZE))
@@ -111,13 +113,13 @@ class _Side:
         await self._time_call(FINISH, lambda: self._node.finish("caller", ended))
 
     async def _time_call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        cpu, began = self.process.cpu(), time.perf_counter()
+        cpu, started_at = self.process.read_cpu_seconds(), time.perf_counter()
         answer = await call()
-        self._seconds.setdefault(what, []).append(time.perf_counter() - began)
-        self._cpu.setdefault(what, []).append(self.process.cpu() - cpu)
+        self._seconds.setdefault(what, []).append(time.perf_counter() - started_at)
+        self._cpu.setdefault(what, []).append(self.process.read_cpu_seconds() - cpu)
         return answer
 
-    def costs(self) -> CallCosts:
+    def compute_costs(self) -> CallCosts:
         return CallCosts(_compute_medians(self._seconds), _compute_medians(self._cpu))
 
 

@@ -38,9 +38,9 @@ def measure_huey(jobs: int, place: str) -> tuple[float, float]:
             sys.exit("huey gave other results than were expected")
 
     run(jobs // 10)
-    began, cpu = time.monotonic(), time.process_time()
+    started_at, cpu = time.monotonic(), time.process_time()
     run(jobs)
-    took = time.monotonic() - began, time.process_time() - cpu
+    took = time.monotonic() - started_at, time.process_time() - cpu
     consumer.stop(graceful=True)
     return took
 
@@ -63,9 +63,9 @@ async def measure_procrastinate(jobs: int, place: str) -> tuple[float, float]:
     async with app.open_async():
         await app.schema_manager.apply_schema_async()
         await run(jobs // 10)
-        began, cpu = time.monotonic(), time.process_time()
+        started_at, cpu = time.monotonic(), time.process_time()
         await run(jobs)
-        took = time.monotonic() - began, time.process_time() - cpu
+        took = time.monotonic() - started_at, time.process_time() - cpu
         ended = len(list(await app.job_manager.list_jobs_async(status="succeeded")))
     if ended != jobs + jobs // 10:
         sys.exit(f"procrastinate ended {ended} jobs well, instead of {jobs + jobs // 10}")

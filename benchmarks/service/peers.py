@@ -12,7 +12,7 @@ from benchmarks.service.databases import POSTGRES, SQLITE, DatabaseBackend
 PEERS = ("huey", "procrastinate")
 _DATABASES = {"huey": SQLITE, "procrastinate": POSTGRES}
 _SCRIPT = Path(__file__).with_name("peer_queues.py")
-_LONGEST = 600.0  # seconds
+_PEER_TIMEOUT_SECONDS = 600.0  # seconds
 
 
 class PeerQueue(Struct):
@@ -56,12 +56,12 @@ async def _run_peer(python: Path, peer: str, jobs: int, place: str, kind: Databa
     except OSError as error:
         return f"{python}: {error.strerror}"
     try:
-        async with asyncio.timeout(_LONGEST):
+        async with asyncio.timeout(_PEER_TIMEOUT_SECONDS):
             told, complaints = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()
-        return f"{python}: no end after {_LONGEST:.0f} seconds"
+        return f"{python}: no end after {_PEER_TIMEOUT_SECONDS:.0f} seconds"
     if process.returncode:
         return f"{python}: {(complaints.decode(errors='replace').strip().splitlines() or ['no reason given'])[-1]}"
     answer = msgspec.json.decode(told, type=_Answer)

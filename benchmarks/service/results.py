@@ -51,9 +51,9 @@ async def measure(kind: DatabaseBackend, results: int, rounds: int, folder: Path
         found: dict[str, list[tuple[ClientResult, float]]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, (process, client) in sides.items():
-                before = process.cpu()
+                before = process.read_cpu_seconds()
                 done = await run_order(client, ClientOrder(results, page=_PAGE), process)
-                found[name].append((done, process.cpu() - before))
+                found[name].append((done, process.read_cpu_seconds() - before))
         tokens = await _count_tokens(url)
     sizes = {done.size for some in found.values() for done, _ in some}
     if max(sizes) > 1.01 * min(sizes):  # numbers may be written in more than one way

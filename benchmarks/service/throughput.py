@@ -112,7 +112,7 @@ async def _run_round(client: ServerProcess, order: ClientOrder, server: ServerPr
 
 def _read_cpu(processes: dict[str, list[ServerProcess]], kind: DatabaseBackend) -> dict[str, float]:
     """Seconds of CPU time so far."""
-    spent = {name: sum(one.cpu() for one in some) for name, some in processes.items() if some}
+    spent = {name: sum(one.read_cpu_seconds() for one in some) for name, some in processes.items() if some}
     return spent if kind.cpu is None else spent | {kind.name: kind.cpu()}
 
 

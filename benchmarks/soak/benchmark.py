@@ -148,7 +148,7 @@ class _Load:
         for _ in range(turns):
             body = {"model": "m", "messages": messages, "tools": [_TOOL], "stream": stream}
             answer = await connection.call(encode_post("/v1/chat/completions", msgspec.json.encode(body), key))
-            turn = read_stream(answer.content()) if stream else _read_whole(answer.content())
+            turn = read_stream(answer.read_content()) if stream else _read_whole(answer.read_content())
             messages.append(turn)
             calls = turn.get("tool_calls") or []
             messages += [
@@ -162,7 +162,7 @@ class _Load:
         self._calls += 1
         if self._calls % self._plan.sample_every == 0:
             seconds = time.monotonic() - self._began
-            sample = SoakSample(self._calls, self._sessions, seconds, self._service.memory())
+            sample = SoakSample(self._calls, self._sessions, seconds, self._service.read_memory_bytes())
             self._report.samples.append(sample)
             if len(self._report.samples) % 10 == 0:
                 self._progress(f"{sample.calls:,} calls, {sample.sessions:,} sessions: {sample.resident / MB:.1f} MB")
@@ -172,7 +172,7 @@ class _Load:
         connection = await Connection.open(self._control)
         answer = await connection.call(encode_post(path, msgspec.json.encode(fields)))
         connection.close()
-        return answer.content()
+        return answer.read_content()
 
 
 def _make_text(rng: random.Random, words: int) -> str:

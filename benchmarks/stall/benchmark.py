@@ -136,7 +136,7 @@ async def _create_session(control: int) -> str:
     connection = await Connection.open(control)
     answer = await connection.call(encode_post("/sessions", b"{}"))
     connection.close()
-    return msgspec.json.decode(answer.content(), type=_Created).api_key
+    return msgspec.json.decode(answer.read_content(), type=_Created).api_key
 
 
 async def _warm_up(port: int, key: str, size: int) -> None:
@@ -175,7 +175,7 @@ async def _hold_a_lease(control: int, report: StallReport) -> None:
     connection = await Connection.open(control)
 
     async def call(path: str, **fields: object) -> bytes:
-        return (await connection.call(encode_post(path, msgspec.json.encode(fields)))).content()
+        return (await connection.call(encode_post(path, msgspec.json.encode(fields)))).read_content()
 
     await call("/rollout/task/submit", task_id="stall", instruction="none", runtime={"backend": "local"})
     await call("/nodes/join", node_id="stall", name="stall", backends=["local"], slots=1, store="", replaces=[])
@@ -202,7 +202,7 @@ def percentile(values: list[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
-def show(report: StallReport, console: Console) -> None:
+def print_report(report: StallReport, console: Console) -> None:
     table = Table(title="An innocent call and /health beside one caller (milliseconds)", title_justify="left")
     for name in ("the caller sends", "calls", "call p50", "p99", "over idle", "/health p50", "p99", "over idle", ""):
         table.add_column(name, justify="left" if name in ("the caller sends", "") else "right")
@@ -243,6 +243,6 @@ def command(quick: bool, kinds: tuple[str, ...], tokenizer: Path | None, as_json
     if as_json:
         click.echo(msgspec.json.encode(measured))
     else:
-        show(measured, make_console(150))
+        print_report(measured, make_console(150))
     if not measured.passed:
         raise SystemExit(1)

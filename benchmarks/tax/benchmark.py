@@ -85,9 +85,9 @@ async def _measure_ways(engine_url: str, plan: TaxPlan, progress: Progress) -> d
                 for name in list(ways)[:: -1 if number % 2 else 1]:
                     begun += plan.conversations
                     progress(f"{name}, round {number + 1} of {plan.rounds}")
-                    cpu = server.cpu()
+                    cpu = server.read_cpu_seconds()
                     await measure(ways[name], plan, begun, measured[name])
-                    measured[name].gateway_cpu += server.cpu() - cpu
+                    measured[name].gateway_cpu += server.read_cpu_seconds() - cpu
                 check_capture(await captured.stored(addresses.control), plan)
         finally:
             await alone.close()
@@ -156,7 +156,7 @@ def to_json(report: TaxReport) -> bytes:
     return msgspec.json.encode(told | {"ratios": found, "promises": list_promises(report)})
 
 
-def show(report: TaxReport, console: Console) -> None:
+def print_report(report: TaxReport, console: Console) -> None:
     plan = report.plan
     title = f"{plan.conversations} conversations at a time, {plan.turns} turns of up to {plan.tokens} tokens"
     table = Table(title=title, title_justify="left")
@@ -216,4 +216,4 @@ def command(
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

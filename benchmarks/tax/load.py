@@ -70,9 +70,9 @@ class ConversationClient(Protocol):
 async def measure(way: ConversationClient, plan: TaxPlan, first: int, into: RoundTotals) -> None:
     """One round; its conversations are numbered from `first` on."""
     await way.prepare([_make_opening(first + number, plan.words) for number in range(plan.conversations)])
-    began = time.monotonic()
+    started_at = time.monotonic()
     tokens = await asyncio.gather(*(way.talk(number, plan) for number in range(plan.conversations)))
-    into.add(sum(tokens), time.monotonic() - began)
+    into.add(sum(tokens), time.monotonic() - started_at)
 
 
 def _make_opening(number: int, words: int) -> str:

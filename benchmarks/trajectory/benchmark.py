@@ -36,7 +36,7 @@ from benchmarks.command_line import (
     tokenizer_option,
 )
 from benchmarks.process import run_async
-from benchmarks.report import MB, Promise, describe_machine, promise_table
+from benchmarks.report import MB, Promise, describe_machine, make_promise_table
 from benchmarks.trajectory import rendering
 from benchmarks.trajectory.rendering import OWN, RenderingCost
 from polar.records.exchange import TokenIds
@@ -148,9 +148,9 @@ def _measure_own_rates(shape: str, paths: list[TokenPath], rounds: int) -> Itera
 
 
 def _time_on_thread(work: Callable[[], object]) -> float:
-    began = time.thread_time()
+    started_at = time.thread_time()
     work()
-    return time.thread_time() - began
+    return time.thread_time() - started_at
 
 
 class _Answer(Struct):
@@ -353,14 +353,14 @@ def to_json(report: TrajectoryReport) -> bytes:
     )
 
 
-def show(report: TrajectoryReport, console: Console) -> None:
+def print_report(report: TrajectoryReport, console: Console) -> None:
     console.print(_make_rate_table(report))
     for peer, why in report.absent.items():
         console.print(f"{peer} was not measured: {why}.", highlight=False)
     console.print(_make_storage_table(report))
     if report.rendered is not None:
         console.print(_make_rendering_table(report.rendered))
-    console.print(promise_table(list_promises(report)))
+    console.print(make_promise_table(list_promises(report)))
 
 
 def _make_rate_table(report: TrajectoryReport) -> Table:
@@ -426,4 +426,4 @@ def command(quick: bool, peer_pythons: tuple[Path, ...], tokenizer: Path | None,
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console())
+        print_report(measured, make_console())

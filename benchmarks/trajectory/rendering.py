@@ -110,10 +110,10 @@ def _measure_rendering(folder: str, near: range) -> tuple[int, list[float], list
     last: RecordedTurn | None = None
     for seq in range(_TURNS_AT_MOST):
         request = talk.request()
-        began = time.thread_time()
+        started_at = time.thread_time()
         plan = model.plan_prompt(request, history, lambda _known, _shown: None)
         new = model.encoder.encode(plan.text, first=plan.base is None)
-        took = time.thread_time() - began
+        took = time.thread_time() - started_at
         if last is not None and (plan.base is None or plan.base.turn is not last or plan.base.sampled_tokens is None):
             raise BenchmarkError(f"The template does not let turn {seq} go on from the one before: {plan.reason}.")
         prompt = len(new) + (0 if last is None else last.prompt_tokens + last.sampled_tokens)
@@ -121,7 +121,7 @@ def _measure_rendering(folder: str, near: range) -> tuple[int, list[float], list
             return len(talk.messages) - len(whole), incremental, whole  # two messages a turn: so many in the middle
         if prompt in near:
             incremental.append(took)
-            whole.append(_time_whole(model, request))
+            whole.append(_time_full_rendering(model, request))
         if plan.mark is None:
             raise BenchmarkError("The template's prompts can't be continued.")
         exchange_id = ids.new_exchange_id()
@@ -138,7 +138,7 @@ def _make_reply(exchange_id: str, seq: int) -> list[Part]:
     return [Reasoning(make_filler(f"thought {seq}", 240)), Text(make_filler(f"said {seq}", 160)), call]
 
 
-def _time_whole(model: ModelCodec, request: Request) -> float:
+def _time_full_rendering(model: ModelCodec, request: Request) -> float:
     messages = [_encode_chat_message(message) for message in request.messages]
     tools = [
         {
@@ -147,9 +147,9 @@ def _time_whole(model: ModelCodec, request: Request) -> float:
         }
         for it in request.tools
     ]
-    began = time.thread_time()
+    started_at = time.thread_time()
     model.tokenizer.encode(model.tokenizer.template.render(messages, tools))
-    return time.thread_time() - began
+    return time.thread_time() - started_at
 
 
 def _decode_schema(tool: Tool) -> Any:

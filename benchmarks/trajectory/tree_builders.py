@@ -66,9 +66,9 @@ def prepare_areal(sequences: list[Any]) -> Build:
 def measure_build(build: Build) -> tuple[float, int]:
     best, spent, unique = float("inf"), 0.0, 0
     for _ in range(ROUNDS):
-        began = time.process_time()
+        started_at = time.process_time()
         unique = build()
-        took = time.process_time() - began
+        took = time.process_time() - started_at
         best, spent = min(best, took), spent + took
         if spent > ENOUGH_SECONDS:
             break

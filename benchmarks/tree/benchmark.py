@@ -50,15 +50,15 @@ from benchmarks.tree.report import (
     TreePlan,
     TreeReport,
     draw_svg,
+    print_report,
     read_reports,
-    show,
     show_counts,
     to_json,
 )
 from benchmarks.tree.trl import TrlPacking, get_version
 from polar.errors import ConfigError, PolarError
 from polar.train.memory import enable_expandable_segments
-from polar.train.packing import Floats, Indices, pack_forest
+from polar.train.packing import Floats, Indices, pack_trees
 
 SHORT = 10.0
 """Seconds: what a step takes once, for memory that it never had before, counts in a shorter one."""
@@ -122,7 +122,7 @@ def _count_builder(
     group: str, builder: str, batch: BuilderBatch, unique: int, sizes: ModelSizes
 ) -> tuple[BuilderCost, list[float]]:
     """And the FLOPs of each sequence."""
-    packed = [pack_forest([tree]) for tree in batch.trees]
+    packed = [pack_trees([tree]) for tree in batch.trees]
     each = [count_flops(sizes, one) for one in packed]
     counted = BuilderCost(
         group=group,
@@ -170,7 +170,7 @@ def run(
     attempt("gradients, in fp32", gradients)
     stepper = TrainingStepper(plan.shape, where, chunk_tokens=plan.chunk_tokens, kept_tokens=plan.kept_tokens)
     stepper.step(BUILDERS["prefix_tree"](make_small_group()))  # makes the optimizer's state
-    sizes = ModelSizes.of(load_config(plan.shape))
+    sizes = ModelSizes.from_config(load_config(plan.shape))
     for group in chosen:
         steps = _Group(group, stepper, sizes, plan, until)
         for name in plan.builders:
@@ -363,7 +363,7 @@ def command(
     )
     chosen = make_groups(recorded or (_RECORDED_TREES if _RECORDED_TREES.is_dir() else None), groups, quick=quick)
     if rate is not None:
-        sizes = ModelSizes.of(load_config(plan.shape))
+        sizes = ModelSizes.from_config(load_config(plan.shape))
         counted = [it for group in chosen for it in count_costs(group, sizes, plan.builders)]
         show_counts(counted, rate * 1e12, make_console(150))
         return
@@ -382,4 +382,4 @@ def command(
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console(190))
+        print_report(measured, make_console(190))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from polar.train.packing import Forest
+from polar.train.packing import PackedTrees
 
 
 class ModelSizes(Struct, frozen=True):
@@ -31,7 +31,7 @@ class ModelSizes(Struct, frozen=True):
     vocabulary: int
 
     @classmethod
-    def of(cls, config: Any) -> "ModelSizes":
+    def from_config(cls, config: Any) -> "ModelSizes":
         """A Hugging Face config of a dense decoder, as Llama's and Qwen3's."""
         return cls(
             layers=config.num_hidden_layers,
@@ -62,12 +62,12 @@ class Flops(Struct, frozen=True):
         return self.matrices + self.output + self.attention
 
 
-def count_flops(sizes: ModelSizes, forest: Forest) -> Flops:
-    pairs = int(forest.depths.sum(dtype=np.int64)) + len(forest)
-    return flops_from_counts(sizes, len(forest), len(np.unique(forest.terms.positions)), pairs)
+def count_flops(sizes: ModelSizes, packed: PackedTrees) -> Flops:
+    pairs = int(packed.depths.sum(dtype=np.int64)) + len(packed)
+    return compute_flops(sizes, len(packed), len(np.unique(packed.terms.positions)), pairs)
 
 
-def flops_from_counts(sizes: ModelSizes, tokens: int, asked: int, pairs: int) -> Flops:
+def compute_flops(sizes: ModelSizes, tokens: int, asked: int, pairs: int) -> Flops:
     """Of so many tokens, positions where something is asked for, and pairs of a token and one that it sees."""
     return Flops(
         matrices=3 * 2.0 * sizes.matrices * tokens,

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from benchmarks.client import BenchmarkError
 from benchmarks.tree.groups import BUILDERS, BenchGroup, BuilderBatch
 from polar.train.memory import OutOfMemoryRetrier
-from polar.train.packing import Floats, Forest, pack_forest
-from polar.train.passes import TreeModel
+from polar.train.packing import Floats, PackedTrees, pack_trees
+from polar.train.tree_model import TreeModel
 
 _NOMINAL = {"H100": 989e12, "H200": 989e12}
 """FLOPs a second by the vendor's data sheets, bf16 without sparsity."""
@@ -112,14 +112,14 @@ class TrainingStepper:
             self._one_layer = TreeModel(
                 self._layer,
                 chunker=self._tree.chunker,
-                attention_grain=self._tree.attention_grain,
+                attention_length_multiple=self._tree.attention_length_multiple,
             )
 
     def warm_up(self, batch: BuilderBatch) -> None:
         """One layer of the model computes the same batch, so that kernels are chosen and compiled for its lengths."""
         if self._where.type != "cuda":
             return
-        packed = pack_forest(batch.trees)
+        packed = pack_trees(batch.trees)
         backward(self._one_layer, packed, torch.from_numpy(np.concatenate(batch.weights)).to(self._where))
         self._layer.zero_grad(set_to_none=True)
 
@@ -129,17 +129,17 @@ class TrainingStepper:
 
     def step(self, batch: BuilderBatch) -> StepTiming:
         """Packing is not timed: a trainer does it while another step runs."""
-        packed = pack_forest(batch.trees)
+        packed = pack_trees(batch.trees)
         weights = torch.from_numpy(np.concatenate(batch.weights)).to(self._where)
         return self.timed(lambda: self._compute_within_memory(packed, weights))
 
-    def _compute_within_memory(self, packed: Forest, weights: Tensor) -> Tensor:
+    def _compute_within_memory(self, packed: PackedTrees, weights: Tensor) -> Tensor:
         """As a trainer does it."""
         return self._retries.run(
             "The step",
             lambda: backward(self._tree, packed, weights),
             discard=lambda: self._optimizer.zero_grad(set_to_none=True),
-            keep_less=lambda: self._tree.keep_less(packed, training=True),
+            reduce_memory=lambda: self._tree.reduce_memory(packed, training=True),
             advice=lambda: "Take a GPU with more of it.",
         )
 
@@ -178,7 +178,7 @@ def make_random_model(shape: Any, where: torch.device, kind: torch.dtype) -> Any
         return models.from_config(shape, dtype=kind).train()
 
 
-def backward(model: TreeModel, packed: Forest, weights: Tensor) -> Tensor:
+def backward(model: TreeModel, packed: PackedTrees, weights: Tensor) -> Tensor:
     """A plain policy gradient."""
     return model.backward(packed, lambda index, logprobs: -(weights[index] * logprobs).sum())
 
@@ -204,7 +204,7 @@ def _compute_difference(
     model: Any, tree: TreeModel, batch: BuilderBatch, reference: Tensor, where: torch.device
 ) -> float:
     weights = torch.from_numpy(np.concatenate(batch.weights)).to(where)
-    gradient = _compute_gradient(model, lambda: backward(tree, pack_forest(batch.trees), weights))
+    gradient = _compute_gradient(model, lambda: backward(tree, pack_trees(batch.trees), weights))
     return float((gradient - reference).norm() / reference.norm())
 
 
@@ -227,8 +227,8 @@ def _compute_one_by_one(model: Any, batch: BuilderBatch, where: torch.device) ->
 def _time_on_device(where: torch.device, run: Callable[[], object]) -> float:
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     run()
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import BenchmarkError
-from benchmarks.report import Promise, promise_table
+from benchmarks.report import Promise, make_promise_table
 from benchmarks.tree.flops import Flops
 from benchmarks.tree.groups import BUILDERS
 
@@ -163,10 +163,10 @@ def read_reports(files: Sequence[Path]) -> TreeReport:
 # Tables
 
 
-def show(report: TreeReport, console: Console) -> None:
+def print_report(report: TreeReport, console: Console) -> None:
     console.print(_make_table(report))
     console.print(_LEGEND, style="dim", highlight=False)
-    console.print(promise_table(list_promises(report)))
+    console.print(make_promise_table(list_promises(report)))
     for name, difference in report.gradients.items():
         console.print(f"gradient of {name} in fp32, against one sequence at a time: {difference:.1e}", highlight=False)
     for what, why in report.absent.items():

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.client import BenchmarkError
-from benchmarks.tree.flops import Flops, ModelSizes, flops_from_counts
+from benchmarks.tree.flops import Flops, ModelSizes, compute_flops
 from benchmarks.tree.groups import BuilderBatch
 
 NAME = "TRL"
@@ -46,7 +46,7 @@ class PackedRow(Struct):
 
     def flops(self, sizes: ModelSizes) -> Flops:
         pairs = int(self.packed["position_ids"].sum()) + self.tokens
-        return flops_from_counts(sizes, self.tokens, int((self.packed["shift_labels"] != _NO_LABEL).sum()), pairs)
+        return compute_flops(sizes, self.tokens, int((self.packed["shift_labels"] != _NO_LABEL).sum()), pairs)
 
 
 class TrlPacking:

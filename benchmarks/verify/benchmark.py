@@ -118,16 +118,16 @@ class _Bench:
             "agent": {"harness": "shell", "custom_shell": {"command": command if size.turns else "true"}},
             "evaluator": {"strategy": "session_completed"},
         }
-        began = self._server.cpu()
+        started_at = self._server.read_cpu_seconds()
         await self._ask(encode_post("/rollout/task/submit", msgspec.json.encode(task)))
         while await self._is_running():  # noqa: ASYNC110 (it is told of nothing)
             await asyncio.sleep(_LOOK_SECONDS)
         checked, passed = await self._read_check_totals()
-        handing = self._server.cpu()
+        handing = self._server.read_cpu_seconds()
         page = msgspec.json.decode(
             await self._ask(encode_get(f"/rollout/results?unit=group&after={self._cursor}&limit=1"))
         )
-        ended = self._server.cpu()
+        ended = self._server.read_cpu_seconds()
         seconds, passed_now = await self._read_check_totals()
         self._cursor, (group,) = page["cursor"], page["results"]
         traces = [result["trajectory"]["traces"] for result in group["results"]]
@@ -138,7 +138,7 @@ class _Bench:
         return CheckCost(
             turns=size.turns,
             tokens=tokens,
-            session=per_session * (ended - began),
+            session=per_session * (ended - started_at),
             handing=per_session * (ended - handing),
             check=per_session * (seconds - checked),
         )
@@ -159,7 +159,7 @@ class _Bench:
         """On a connection of its own: an idle one is closed while a session runs."""
         connection = await Connection.open(self._control)
         try:
-            return (await connection.call(request)).content()
+            return (await connection.call(request)).read_content()
         finally:
             connection.close()
 
@@ -189,7 +189,7 @@ def _compute_medians(costs: list[CheckCost], node: float) -> CheckCost:
     return CheckCost(costs[0].turns, costs[0].tokens, session, handing, check, node)
 
 
-def show(costs: list[CheckCost]) -> None:
+def print_report(costs: list[CheckCost]) -> None:
     click.echo("turns   tokens  session ms  node ms  handing ms  check ms   share  without the node")
     for it in costs:
         click.echo(
@@ -216,4 +216,4 @@ def command(rounds: int, tokenizer: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(costs))
     else:
-        show(costs)
+        print_report(costs)

@@ -109,7 +109,7 @@ async def run(
 ) -> VllmReport:
     """`data`: where the gateway keeps what it captures [default: a folder that is deleted]. `keep` gets the report
     after every measurement."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     model, folder = await inspect_engine(url, tokenizer)
     report = VllmReport(plan, model)
     async with contextlib.AsyncExitStack() as stack:
@@ -123,7 +123,7 @@ async def run(
         for number in range(plan.rounds):
             order = WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]
             for level in plan.levels:
-                left = None if plan.seconds is None else plan.seconds - (time.monotonic() - began)
+                left = None if plan.seconds is None else plan.seconds - (time.monotonic() - started_at)
                 if left is not None and estimate_seconds(report, level) > left:
                     report.left_out.append(f"round {number + 1} of {level} sessions: too little time was left")
                     continue
@@ -206,16 +206,16 @@ class Bench:
         opened = [await self.client.new_session() for _ in range(sessions)] if way == GATEWAY else []
         await asyncio.gather(*(self._prepare(number, way, sessions, opened) for number in range(len(self._loads))))
         self._begun += sessions
-        cpu, began = self._gateway.cpu(), time.monotonic()
+        cpu, started_at = self._gateway.read_cpu_seconds(), time.monotonic()
         for load in self._loads:
             load.send_line("go")
         tally = LoadTally()
         for part in await asyncio.gather(*(load.read_message(LoadTally, _ROUND_SECONDS) for load in self._loads)):
             tally.add(part)
-        measured = RoundMeasurement(way, sessions, time.monotonic() - began, tally)
+        measured = RoundMeasurement(way, sessions, time.monotonic() - started_at, tally)
         captured: list[str] = []
         if way == GATEWAY:
-            measured.gateway_cpu = self._gateway.cpu() - cpu
+            measured.gateway_cpu = self._gateway.read_cpu_seconds() - cpu
             step = max(1, sessions // self._plan.kept)
             captured = [session["session_id"] for session in opened[::step]][: self._plan.kept]
             measured.not_whole = await self._count_not_whole(captured)
@@ -329,7 +329,7 @@ def _describe_round(it: RoundMeasurement) -> dict[str, Any]:
     }
 
 
-def show(report: VllmReport, console: Console) -> None:
+def print_report(report: VllmReport, console: Console) -> None:
     shape = report.plan.shape
     title = (
         f"{report.model}: sessions of {shape.turns} turns, {shape.least_tokens} to {shape.most_tokens} sampled tokens "
@@ -444,6 +444,6 @@ def command(
     if as_json:
         click.echo(to_json(measured))
     else:
-        show(measured, make_console(150))
+        print_report(measured, make_console(150))
     if not measured.passed:
         raise SystemExit(1)

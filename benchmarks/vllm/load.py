@@ -191,7 +191,7 @@ class ChatClient:
         return hold
 
     async def _ask(self, body: bytes, headers: dict[str, str], tally: LoadTally) -> str:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         first: float | None = None
         said: list[str] = []
         usage = _Usage()
@@ -209,7 +209,7 @@ class ChatClient:
                 usage = reply.usage or usage
         if not usage.completion_tokens:
             raise ValueError("The reply counts no tokens.")
-        _count_call(tally, began, first, usage.completion_tokens, usage.prompt_tokens)
+        _count_call(tally, started_at, first, usage.completion_tokens, usage.prompt_tokens)
         return "".join(said)
 
 
@@ -275,7 +275,7 @@ class IdClient:
     async def _ask(self, ids: list[int], limit: int, tally: LoadTally) -> list[int]:
         prompt = TokenPrompt(np.array(ids, np.int32), ",".join(map(str, ids)).encode())
         request = Request("", [], sampling=SamplingParams(temperature=1.0, max_tokens=limit))
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         first: float | None = None
         sampled: list[int] = []
         counted: int | None = None
@@ -285,7 +285,7 @@ class IdClient:
                 sampled += chunk.ids
             if chunk.usage is not None:
                 counted = chunk.usage.completion
-        _count_call(tally, began, first, counted or len(sampled), len(ids))
+        _count_call(tally, started_at, first, counted or len(sampled), len(ids))
         return sampled
 
 

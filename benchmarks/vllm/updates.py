@@ -224,7 +224,7 @@ def find_boundaries(
         yield Boundary(best, costs[0] - costs[best])
 
 
-def show(report: UpdateReport, console: Console) -> None:
+def print_report(report: UpdateReport, console: Console) -> None:
     table = Table(title="Weights for a vLLM server while sessions run", title_justify="left")
     for name in ("update", "stood still, s", *(report.steps[0] if report.steps else ())):
         table.add_column(name, justify="right")
@@ -284,6 +284,6 @@ def command(
     if as_json:
         click.echo(msgspec.json.encode(report))
     else:
-        show(report, make_console(150))
+        print_report(report, make_console(150))
     if not report.passed:
         raise SystemExit(1)

@@ -80,7 +80,7 @@ postrun_workers = 8
 
 def break_trajectories() -> None:
     """From here on a session's calls are merged wherever one prompt begins with another."""
-    exact = groups.group_from_traces
+    exact = groups.build_group_from_traces
     unchecked = SessionChecker(share=0)  # would hold back what is broken on purpose
 
     def broken(data: bytes, index: int, _checker: SessionChecker) -> groups.RolloutGroup:
@@ -90,7 +90,7 @@ def break_trajectories() -> None:
                 result["trajectory"]["traces"] = _merged(result["trajectory"]["traces"])
         return exact(json.dumps(group).encode(), index, unchecked)
 
-    groups.group_from_traces = broken
+    groups.build_group_from_traces = broken
 
 
 def _merged(calls: list[dict]) -> list[dict]:

@@ -1,11 +1,11 @@
-"""How long to wait before something is tried again."""
+"""Delays between retries."""
 
 import random
 from collections.abc import Iterator
 
 
 def backoff_delays(first: float, max_delay: float) -> Iterator[float]:
-    """Seconds, each about twice as long as the one before, up to a limit."""
+    """Yields delays in seconds, each about twice the previous one, up to a limit."""
     delay = first
     while True:
         yield add_jitter(delay)
@@ -13,5 +13,5 @@ def backoff_delays(first: float, max_delay: float) -> Iterator[float]:
 
 
 def add_jitter(seconds: float) -> float:
-    """Never the same for everybody: who failed together would come again together."""
+    """Randomizes a delay, so that clients that failed together do not retry together."""
     return seconds * random.uniform(0.5, 1)

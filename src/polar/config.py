@@ -260,7 +260,7 @@ PRIVATE_GATEWAY: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
 """The settings of a gateway of one's own: on any free port."""
 
 
-def engine_settings_at(url: str, configured: EngineSettings) -> dict[str, Any]:
+def build_engine_settings_at(url: str, configured: EngineSettings) -> dict[str, Any]:
     """The engine at this address. Its kind is the configured engine's, if there is one: it takes the place of that."""
     return {"urls": [url], "kind": configured.kind if configured.urls else "vllm"}
 
@@ -269,7 +269,7 @@ def with_private_gateway(settings: Settings, engine_url: str | None = None) -> S
     """The settings of a gateway of one's own, and with the engine at that address."""
     changes: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=PRIVATE_GATEWAY)}
     if engine_url is not None:
-        fields = settings.engine.model_dump() | engine_settings_at(engine_url, settings.engine)
+        fields = settings.engine.model_dump() | build_engine_settings_at(engine_url, settings.engine)
         try:
             changes["engine"] = EngineSettings.model_validate(fields)
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Where files are kept on this machine: the user's cache, and folders and files that nobody else may read."""
+"""Folders on this machine: the user's cache, and private folders and files."""
 
 import logging
 import os
@@ -12,8 +12,8 @@ _log = logging.getLogger(__name__)
 _OTHERS_MODE_BITS = stat.S_IRWXG | stat.S_IRWXO
 
 
-def user_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """For models and harnesses, which are fetched once."""
+def get_user_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """The cache folder for downloaded models and harnesses."""
     base = environment.get("XDG_CACHE_HOME", "")
     try:
         home = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
@@ -23,7 +23,7 @@ def user_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """For this user alone. One that others can enter stays as it is, since they may be meant to, but is told of."""
+    """Creates a folder that only this user can access. Logs a warning if an existing one is readable by others."""
     try:
         folder.mkdir(mode=0o700)
     except FileNotFoundError:
@@ -35,5 +35,5 @@ def make_private_folder(folder: Path) -> None:
 
 
 def make_private_file(path: Path) -> None:
-    """An empty file for this user alone, unless there is one."""
+    """Creates an empty file that only this user can access, unless it exists."""
     os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))

@@ -1,4 +1,4 @@
-"""Names that the gateway gives out.
+"""Ids that the gateway issues.
 
 Every id that a harness may echo (tool calls, messages, items, signatures) carries the exchange's id, so that an echoed
 turn names the exchange it came from. Exchange ids sort by time of creation.
@@ -12,17 +12,17 @@ _EXCHANGE_ID = re.compile(r"x[0-9a-z]{24}")
 _CALL_ID = re.compile(r"x[0-9a-z]{24}_\d+")
 
 
-def _milliseconds() -> int:
+def _get_milliseconds() -> int:
     return time.time_ns() // 1_000_000
 
 
 def new_exchange_id() -> str:
     """An x, then 48 bits of milliseconds and 48 random ones in hexadecimal: 25 characters."""
-    return f"x{_milliseconds():012x}{secrets.token_hex(6)}"
+    return f"x{_get_milliseconds():012x}{secrets.token_hex(6)}"
 
 
 def new_session_id() -> str:
-    return f"s{_milliseconds():012x}{secrets.token_hex(4)}"
+    return f"s{_get_milliseconds():012x}{secrets.token_hex(4)}"
 
 
 def new_session_key() -> str:
@@ -42,11 +42,11 @@ def make_seal(exchange_id: str, index: int) -> str:
 
 def find_call_id(issued: str) -> str | None:
     """The tool call that an echoed id names, without the dialect's prefix; None if it isn't one of ours."""
-    found = _CALL_ID.search(issued)
-    return found.group() if found else None
+    match = _CALL_ID.search(issued)
+    return match.group() if match else None
 
 
 def find_exchange_id(issued: str | None) -> str | None:
     """The exchange that an echoed id or seal names, or None if it isn't one of ours."""
-    found = _EXCHANGE_ID.search(issued) if issued else None
-    return found.group() if found else None
+    match = _EXCHANGE_ID.search(issued) if issued else None
+    return match.group() if match else None

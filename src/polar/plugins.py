@@ -78,7 +78,7 @@ def load(kind: PluginKind, name: str) -> Any:
         raise ConfigError(
             f"{name!r} is an import path, and plug-ins are found by name: install it as an entry point of polar.{kind}."
         )
-    known = ", ".join(names(kind)) or "none"
+    known = ", ".join(list_names(kind)) or "none"
     raise ConfigError(f"Among the {kind} there is no {name!r}; known: {known}.")
 
 
@@ -86,7 +86,7 @@ def load(kind: PluginKind, name: str) -> Any:
 def load_all(kind: PluginKind) -> dict[str, Any]:
     """Every plug-in of a kind that can be used, by name. The others are logged, once, a line each."""
     loaded = {}
-    for name in names(kind):
+    for name in list_names(kind):
         try:
             loaded[name] = load(kind, name)
         except PluginError as error:
@@ -95,7 +95,7 @@ def load_all(kind: PluginKind) -> dict[str, Any]:
 
 
 @cache
-def names(kind: PluginKind) -> tuple[str, ...]:
+def list_names(kind: PluginKind) -> tuple[str, ...]:
     """Of what is installed. Nothing is imported, so some may turn out to be unusable."""
     return tuple(sorted(_find_installed(kind)))
 
@@ -108,7 +108,7 @@ def list_problems() -> list[str]:
 
 def clear_cache() -> None:
     """Forgets what was found, for programs that install plug-ins while they run."""
-    for function in (load, load_all, names, _import_plugin, _take_inventory):
+    for function in (load, load_all, list_names, _import_plugin, _take_inventory):
         function.cache_clear()
 
 

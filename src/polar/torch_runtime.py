@@ -1,6 +1,6 @@
-"""What all that computes with PyTorch in this process shares: one thread, and what to do where memory ends.
+"""Shared PyTorch utilities: the one compute thread of this process, and handling of memory errors.
 
-It does not import PyTorch by itself, so that programs without it can use what imports this.
+Importing this module does not import PyTorch, so that programs without it can import its users.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ T = TypeVar("T")
 
 _EXECUTOR = ThreadPoolExecutor(1, thread_name_prefix="computing")
 _OUT_OF_MEMORY_PHRASES = ("out of memory", "alloc_failed", "can't allocate memory")
-"""Of errors by CUDA, Triton and the compiler; by cuBLAS and cuDNN; by PyTorch on a CPU."""
+"""In errors of CUDA, Triton and the compiler; of cuBLAS and cuDNN; of PyTorch on a CPU."""
 
 
 async def run_on_compute_thread(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Runs what computes on a model. PyTorch keeps the plans of attention's kernels by thread and frees none: in
-    several threads, each would be made again and again."""
+    """Runs a function on the compute thread. PyTorch caches attention kernels' plans per thread and never frees them,
+    so several threads would each build their own."""
     return await asyncio.get_running_loop().run_in_executor(_EXECUTOR, partial(function, *args, **options))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, whatever raised the error: only PyTorch's allocator has a type of its own for it."""
+    """Whether the error means that memory ran out. Only PyTorch's allocator raises a specific type."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory(device: "torch.device") -> None:
-    """Releases what is not referred to any more, reference cycles included."""
+    """Releases unreferenced memory, including reference cycles."""
     gc.collect()
     if device.type == "cuda":
         import torch

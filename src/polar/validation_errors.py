@@ -22,8 +22,10 @@ def format_validation_errors(
     """Every problem once: `runtime.cpus: ...; runtime.prepare[0].target: ...`. Those of an error, or as a server tells
     them. `whole` is what is wrong where no field is."""
     problems = error.errors() if isinstance(error, ValidationError) else error
-    found = {f"{prefix}{_format_field(problem) or subject}: {_format_message(problem)}": None for problem in problems}
-    return escape_line("; ".join(found))
+    messages = {
+        f"{prefix}{_format_field(problem) or subject}: {_format_message(problem)}": None for problem in problems
+    }
+    return escape_line("; ".join(messages))
 
 
 def escape_line(text: str) -> str:
@@ -32,8 +34,8 @@ def escape_line(text: str) -> str:
 
 
 def _format_message(problem: Mapping[str, Any]) -> str:
-    if known := _MESSAGES.get(problem.get("type", "")):
-        return known
+    if template := _MESSAGES.get(problem.get("type", "")):
+        return template
     message: str = problem["msg"].removeprefix("Value error, ").rstrip(".")
     return message[:1].lower() + message[1:]
 

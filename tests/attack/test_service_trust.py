@@ -32,7 +32,7 @@ from polar.store import session_copy
 from polar.store.rows import ExchangeRow, SessionRow
 from polar.store.session_copy import SessionCopy
 from polar.store.sqlite import open_sqlite_store
-from polar.testing.conversations import Talk, said
+from polar.testing.conversations import ConversationBuilder, make_text_parts
 from tests.attack.parts import Wire, comes_true
 from tests.integration.stack import running
 from tests.unit.rollout.listening import listening
@@ -241,11 +241,11 @@ def test_an_evaluators_reason_is_a_word() -> None:
 
 async def copied(data: Path, session_id: str, task_id: str) -> SessionCopy:
     """A good one."""
-    talk = Talk(session_id)
+    talk = ConversationBuilder(session_id)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "List the files. " * 50}]
     context = np.arange(5, dtype=np.int32)
     for turn in range(3):
-        talk.call(messages, said(f"None {turn}."), prompt_ids=context)
+        talk.add_call(messages, make_text_parts(f"None {turn}."), prompt_ids=context)
         context = np.concatenate([context, np.arange(3, dtype=np.int32), np.array([7], np.int32)])
         messages += [{"role": "assistant", "content": f"None {turn}."}, {"role": "user", "content": "Again."}]
     store = open_sqlite_store(data / f"{session_id}.db")

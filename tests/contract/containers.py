@@ -16,7 +16,7 @@ from polar.runtimes.containers.backend import STATE_LABEL
 from polar.runtimes.containers.cli import ContainerCli
 from polar.testing import leftovers
 from polar.testing.contract import requires
-from polar.testing.runtimes import EVERYTHING, MarkedRuntimes, RuntimeContract
+from polar.testing.runtimes import ALL_PROMISES, RuntimeContract, RuntimeFactory
 from tests.attack import sandbox_attacks as attacks
 from tests.contract.image import OTHER, PLAIN, ensure_image
 
@@ -28,9 +28,9 @@ WAIT = "until [ -e up ]; do sleep 0.02; done"
 
 
 class ContainerContract(RuntimeContract):
-    promises = EVERYTHING - {"disk"}  # but for engines that store on XFS with quotas
+    promises = ALL_PROMISES - {"disk"}  # but for engines that store on XFS with quotas
     image = PLAIN
-    many = 16
+    parallel_runtimes = 16
     dies_with_its_node = False  # but with a sweep: the engine knows nothing of the node
 
     @pytest.fixture(scope="class", autouse=True)
@@ -63,7 +63,7 @@ class ContainerContract(RuntimeContract):
         monkeypatch.setattr(ContainerCli, "call", noting)
         return asked
 
-    async def test_system_calls_are_refused_as_the_table_says(self, runtimes: MarkedRuntimes) -> None:
+    async def test_system_calls_are_refused_as_the_table_says(self, runtimes: RuntimeFactory) -> None:
         table = dict(seccomp.list_denied(seccomp.NO_ALLOWANCES, own_users=False))
         numbers = {call.name: getattr(call, str(seccomp.detect_architecture())) for call in table}
         asked = json.dumps([it for it in numbers.items() if it[1] is not None]).encode()
@@ -75,7 +75,7 @@ class ContainerContract(RuntimeContract):
             assert done.exit_code == 0, output.read_text()
             return dict(json.loads(output.read_text()))
 
-        runtime = await runtimes.new()
+        runtime = await runtimes.start_runtime()
         assert (await told(runtime, attacks.CALLS))["answers"] == wanted
         assert await told(runtime, attacks.FAMILIES) == {
             "opened": [],
@@ -84,27 +84,27 @@ class ContainerContract(RuntimeContract):
             "netlink": [],
         }
         assert await told(runtime, attacks.NAMESPACES) == {"clone3": 38, "unshare": [], "clone": [], "setns": []}
-        other = await runtimes.new(seccomp=("keyctl",))
+        other = await runtimes.start_runtime(seccomp=("keyctl",))
         answers = (await told(other, attacks.CALLS))["answers"]
         assert {name for name in answers if answers[name] != wanted[name]} == {"keyctl"}
 
-    async def test_a_cancelled_creation_leaves_nothing(self, runtimes: MarkedRuntimes) -> None:
-        creating = asyncio.create_task(runtimes.backend.create(runtimes.new_id(), runtimes.spec()))
+    async def test_a_cancelled_creation_leaves_nothing(self, runtimes: RuntimeFactory) -> None:
+        creating = asyncio.create_task(runtimes.backend.create(runtimes.new_id(), runtimes.make_spec()))
         await asyncio.sleep(0.01)  # the engine was asked, and has not answered
         creating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await creating
 
-    async def test_the_users_of_images_own_what_is_made_for_them(self, runtimes: MarkedRuntimes) -> None:
-        runtime = await runtimes.new(image=OTHER)
+    async def test_the_users_of_images_own_what_is_made_for_them(self, runtimes: RuntimeFactory) -> None:
+        runtime = await runtimes.start_runtime(image=OTHER)
         await runtime.put(b"", "/home/agent/.config/tool/settings")
         script = "id -un; touch here ~/there ~/.config/new && rm ~/.config/tool/settings && rmdir ~/.config/tool"
-        ran = await runtimes.shell(runtime, script)
-        assert (ran.output, ran.code) == ("agent\n", 0)
+        ran = await runtimes.run_script(runtime, script)
+        assert (ran.output, ran.exit_code) == ("agent\n", 0)
 
-    async def test_the_users_of_images_own_what_is_put_when_all_is_dead(self, runtimes: MarkedRuntimes) -> None:
-        runtime = await runtimes.new(image=OTHER)
-        before = await runtimes.shell(runtime, "stat -c %u:%g / /etc /etc/passwd")
+    async def test_the_users_of_images_own_what_is_put_when_all_is_dead(self, runtimes: RuntimeFactory) -> None:
+        runtime = await runtimes.start_runtime(image=OTHER)
+        before = await runtimes.run_script(runtime, "stat -c %u:%g / /etc /etc/passwd")
         await runtime.stop()
         source = runtimes.scratch / "source"
         (source / "etc").mkdir(parents=True)
@@ -113,38 +113,40 @@ class ContainerContract(RuntimeContract):
         await runtime.put(source, "/")
         await runtime.put(b"", "/home/agent/.config/tool/settings")
         await runtime.restart()
-        assert (await runtimes.shell(runtime, "stat -c %u:%g / /etc /etc/passwd")).output == before.output
+        assert (await runtimes.run_script(runtime, "stat -c %u:%g / /etc /etc/passwd")).output == before.output
         made = "/etc/new /link ~/.config ~/.config/tool ~/.config/tool/settings"
-        assert set((await runtimes.shell(runtime, f"stat -c %u:%g {made}")).output.split()) == {"1000:1000"}
+        assert set((await runtimes.run_script(runtime, f"stat -c %u:%g {made}")).output.split()) == {"1000:1000"}
 
-    async def test_volumes_can_be_read_when_all_is_dead(self, runtimes: MarkedRuntimes) -> None:
-        runtime = await runtimes.new(image=OTHER)
-        await runtimes.shell(runtime, "echo kept > /data/file")
+    async def test_volumes_can_be_read_when_all_is_dead(self, runtimes: RuntimeFactory) -> None:
+        runtime = await runtimes.start_runtime(image=OTHER)
+        await runtimes.run_script(runtime, "echo kept > /data/file")
         await runtime.stop()
         await runtime.get("/data/file", runtimes.scratch / "file")
         assert (runtimes.scratch / "file").read_text() == "kept\n"
 
-    async def test_keys_are_not_told_to_the_machine(self, runtimes: MarkedRuntimes, engine: str) -> None:
-        runtime = await runtimes.new(env={"KEY": "sk-of-the-runtime"})
-        running = asyncio.create_task(runtimes.shell(runtime, "touch up; sleep 60", env={"KEY2": "sk-of-the-command"}))
-        await runtimes.shell(runtime, WAIT, timeout=30)
+    async def test_keys_are_not_told_to_the_machine(self, runtimes: RuntimeFactory, engine: str) -> None:
+        runtime = await runtimes.start_runtime(env={"KEY": "sk-of-the-runtime"})
+        running = asyncio.create_task(
+            runtimes.run_script(runtime, "touch up; sleep 60", env={"KEY2": "sk-of-the-command"})
+        )
+        await runtimes.run_script(runtime, WAIT, timeout=30)
         assert "sk-of-the" not in _command_lines() + _call(engine, "inspect", f"polar-{runtime.id}")
         await runtime.stop()
         await running
 
     @requires("processes")
-    async def test_a_full_container_is_not_our_failure(self, runtimes: MarkedRuntimes) -> None:
-        runtime = await runtimes.new(limits=Limits(processes=20))
+    async def test_a_full_container_is_not_our_failure(self, runtimes: RuntimeFactory) -> None:
+        runtime = await runtimes.start_runtime(limits=Limits(processes=20))
         await runtime.run(["sh", "-c", FILL])
-        assert (await runtimes.shell(runtime, "echo alive")).output == "alive\n"
+        assert (await runtimes.run_script(runtime, "echo alive")).output == "alive\n"
         assert (await runtime.run(["sh", "-c", "(true); exit 0"])).exit_code == 2  # can't fork
 
-    async def test_others_containers_are_left_alone(self, runtimes: MarkedRuntimes, engine: str) -> None:
+    async def test_others_containers_are_left_alone(self, runtimes: RuntimeFactory, engine: str) -> None:
         id = runtimes.new_id()
         container = _call(engine, "create", "--name", f"polar-{id}", "--label", "polar.runtime=another", PLAIN, "true")
         try:
             with pytest.raises(SandboxError):
-                await runtimes.backend.create(id, runtimes.spec())
+                await runtimes.backend.create(id, runtimes.make_spec())
             assert await runtimes.backend.sweep() == []
             _call(engine, "inspect", container)
         finally:
@@ -152,31 +154,31 @@ class ContainerContract(RuntimeContract):
 
     @requires("processes")
     async def test_a_container_that_what_runs_inside_has_ended_is_not_our_failure(
-        self, runtimes: MarkedRuntimes
+        self, runtimes: RuntimeFactory
     ) -> None:
         """The first process can't start its sleep again: no process is left to it."""
-        runtime = await runtimes.new(limits=Limits(processes=20))
+        runtime = await runtimes.start_runtime(limits=Limits(processes=20))
         await runtime.run(["sh", "-c", f"touch up; {FILL}"])
-        others = [asyncio.create_task(runtimes.shell(runtime, f": > up{i}; exec sleep 60")) for i in range(2)]
-        await runtimes.shell(runtime, "until [ -e up0 -a -e up1 ]; do :; done", timeout=30)
+        others = [asyncio.create_task(runtimes.run_script(runtime, f": > up{i}; exec sleep 60")) for i in range(2)]
+        await runtimes.run_script(runtime, "until [ -e up0 -a -e up1 ]; do :; done", timeout=30)
         for script in (END_ALL, "echo alive"):
-            assert (await runtimes.shell(runtime, script, timeout=30)).code == 137
-        assert [ran.code for ran in await asyncio.gather(*others)] == [137, 137]
+            assert (await runtimes.run_script(runtime, script, timeout=30)).exit_code == 137
+        assert [ran.exit_code for ran in await asyncio.gather(*others)] == [137, 137]
         await runtime.stop()
         await runtime.get("/workspace/up", runtimes.scratch / "up")
 
     async def test_a_container_that_somebody_removes_is_the_platforms_failure(
-        self, runtimes: MarkedRuntimes, engine: str
+        self, runtimes: RuntimeFactory, engine: str
     ) -> None:
-        runtime = await runtimes.new()
-        running = asyncio.create_task(runtimes.shell(runtime, "touch up; sleep 60"))
-        await runtimes.shell(runtime, WAIT, timeout=30)
+        runtime = await runtimes.start_runtime()
+        running = asyncio.create_task(runtimes.run_script(runtime, "touch up; sleep 60"))
+        await runtimes.run_script(runtime, WAIT, timeout=30)
         _call(engine, "rm", "--force", f"polar-{runtime.id}")
         with pytest.raises(SandboxError):
             await running
 
     async def test_an_image_is_built_from_a_folder_once_for_each_content(
-        self, runtimes: MarkedRuntimes, engine: str, built: list[str]
+        self, runtimes: RuntimeFactory, engine: str, built: list[str]
     ) -> None:
         folder = runtimes.scratch / "environment"
         (folder / "data").mkdir(parents=True)
@@ -184,23 +186,25 @@ class ContainerContract(RuntimeContract):
         (folder / "Dockerfile").write_text("\n".join(lines))
         (folder / "data/file").write_text("one")
         image = f"build:{folder}"
-        one, other = await asyncio.gather(runtimes.new(image=image), runtimes.new(image=image))
+        one, other = await asyncio.gather(runtimes.start_runtime(image=image), runtimes.start_runtime(image=image))
         for runtime in (one, other):
-            ran = await runtimes.shell(runtime, "cat /made /data/file; id -un; touch here")
-            assert (ran.output, ran.code) == (f"{runtimes.mark}\noneagent\n", 0)
+            ran = await runtimes.run_script(runtime, "cat /made /data/file; id -un; touch here")
+            assert (ran.output, ran.exit_code) == (f"{runtimes.mark}\noneagent\n", 0)
         assert len(built) == 1
         elsewhere = runtimes.scratch / "elsewhere"
         shutil.copytree(folder, elsewhere)
         await runtimes.backend.prepare(f"build:{elsewhere}")
         assert len(built) == 1
         (elsewhere / "data/file").write_text("two")
-        assert (await runtimes.shell(await runtimes.new(image=f"build:{elsewhere}"), "cat /data/file")).output == "two"
+        assert (
+            await runtimes.run_script(await runtimes.start_runtime(image=f"build:{elsewhere}"), "cat /data/file")
+        ).output == "two"
         assert len(built) == 2
         await runtimes.backend.close()
         for name in built:
             _call(engine, "rmi", "--force", name)
 
-    async def test_a_build_that_fails_says_what_it_printed(self, runtimes: MarkedRuntimes, engine: str) -> None:
+    async def test_a_build_that_fails_says_what_it_printed(self, runtimes: RuntimeFactory, engine: str) -> None:
         folder = runtimes.scratch / "environment"
         folder.mkdir()
         with pytest.raises(SandboxError, match="Dockerfile"):
@@ -214,7 +218,7 @@ class ContainerContract(RuntimeContract):
         with pytest.raises(SandboxError, match="no-such-image"):
             await runtimes.backend.prepare(f"build:{folder}")
 
-    async def test_a_build_ends_with_its_kind(self, runtimes: MarkedRuntimes) -> None:
+    async def test_a_build_ends_with_its_kind(self, runtimes: RuntimeFactory) -> None:
         folder = runtimes.scratch / "environment"
         folder.mkdir()
         (folder / "Dockerfile").write_text(f"FROM {PLAIN}\nRUN MARK={runtimes.mark} sleep 300\n")
@@ -225,7 +229,7 @@ class ContainerContract(RuntimeContract):
         with pytest.raises(asyncio.CancelledError):
             await preparing
 
-    async def test_an_image_that_is_nowhere_is_named(self, runtimes: MarkedRuntimes) -> None:
+    async def test_an_image_that_is_nowhere_is_named(self, runtimes: RuntimeFactory) -> None:
         with pytest.raises(SandboxError, match="no-such-image"):
             await runtimes.backend.prepare("localhost:1/no-such-image")
         with pytest.raises(SandboxError, match="needs an image"):

@@ -6,7 +6,7 @@ import pytest
 from polar.runtimes.bubblewrap import Bubblewrap
 from polar.runtimes.bubblewrap.privileges import may_mount
 from polar.runtimes.cgroups import CgroupHierarchies
-from polar.testing.runtimes import EVERYTHING, Promise, RuntimeContract
+from polar.testing.runtimes import ALL_PROMISES, Promise, RuntimeContract
 
 pytestmark = pytest.mark.runtimes
 
@@ -15,8 +15,8 @@ _PROMISES: dict[str, Promise] = {"memory": "memory", "pids": "processes", "cpu":
 
 def _kept() -> frozenset[Promise]:
     if may_mount():
-        return EVERYTHING
-    return EVERYTHING - {"disk"} - {_PROMISES[name] for name in CgroupHierarchies.detect().missing_controllers}
+        return ALL_PROMISES
+    return ALL_PROMISES - {"disk"} - {_PROMISES[name] for name in CgroupHierarchies.detect().missing_controllers}
 
 
 class TestBubblewrap(RuntimeContract):

@@ -28,12 +28,12 @@ class _OnScriptedServer(EngineContract):
 
 class TestScripted(_OnScriptedServer):
     plugin = load("engines", "scripted")
-    same_again = True
+    is_deterministic = True
 
 
 class TestVllm(_OnScriptedServer):
     plugin = load("engines", "vllm")
-    same_again = True
+    is_deterministic = True
 
 
 class TestOpenAI(_OnScriptedServer):
@@ -50,7 +50,7 @@ class TestEmbedded(EngineContract):
     """A model of two layers with random weights."""
 
     plugin = load("engines", "embedded")
-    same_again = True
+    is_deterministic = True
     can_sleep = False
     model: ClassVar[Path]
 
@@ -70,7 +70,7 @@ class TestSglang(EngineContract):
     """Against a server that answers as SGLang's documentation says: its own route for ids, OpenAI's chat API."""
 
     plugin = load("engines", "sglang")
-    same_again = True
+    is_deterministic = True
     can_freeze = False
 
     @asynccontextmanager

@@ -147,7 +147,7 @@ class TestJudge(EvaluatorContract):
         yield self.url
         await runner.cleanup()
 
-    async def make_work(self, works: WorkFactory, run: AgentRun) -> AgentWork:
-        work = await super().make_work(works, run)
+    async def make_work(self, work_factory: WorkFactory, run: AgentRun) -> AgentWork:
+        work = await super().make_work(work_factory, run)
         work.judges["model"] = JudgeSettings(url=self.url, model="judge")
         return work

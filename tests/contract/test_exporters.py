@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from polar.export.base import SessionItem
-from polar.plugins import load, names
+from polar.plugins import list_names, load
 from polar.records.exchange import Logprobs, TokenIds
 from polar.testing import ExporterContract
 from polar.testing.exporters import ExportedTrace
@@ -53,7 +53,7 @@ def _call(prompt: TokenIds, sampled: TokenIds, logprobs: Logprobs | None, reward
 
 _BASES: dict[str, type[_Format]] = {"sft-tokens": _Labels, "tree": _Paths, "atif": _Calls}
 
-for _name in names("exporters"):
+for _name in list_names("exporters"):
     _members = {"plugin": load("exporters", _name), "keeps_tokens": _name not in TEXT, "__module__": __name__}
     _contract = type(f"Test_{_name.replace('-', '_')}", (_BASES.get(_name, _Format),), _members)
     globals()[_contract.__name__] = _contract

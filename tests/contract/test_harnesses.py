@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polar.plugins import load, names
+from polar.plugins import list_names, load
 from polar.testing import HarnessContract
 from polar.testing.contract import requires
 from tests.harnesses.bare import find_program
@@ -25,7 +25,7 @@ print(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode
 class TestShell(HarnessContract):
     plugin = load("harnesses", "shell")
     settings = {"command": f"{shlex.quote(sys.executable)} -c {shlex.quote(ASK_ONCE)}; : {{{{INSTRUCTION}}}}"}
-    is_quoted = True
+    is_shell_command = True
     runs_here = True
 
 
@@ -41,6 +41,6 @@ class _Preset(HarnessContract):
         super().test_it_talks_to_the_gateway(tmp_path)
 
 
-for _name in sorted(set(names("harnesses")) - {"shell"}):
+for _name in sorted(set(list_names("harnesses")) - {"shell"}):
     _contract = type(f"Test_{_name}", (_Preset,), {"plugin": load("harnesses", _name), "__module__": __name__})
     globals()[_contract.__name__] = _contract

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from polar.runtimes.containers import Podman
-from polar.testing.runtimes import EVERYTHING, Promise
+from polar.testing.runtimes import ALL_PROMISES, Promise
 from tests.contract.containers import ContainerContract
 
 pytestmark = pytest.mark.containers
@@ -16,7 +16,7 @@ _LIMITS: frozenset[Promise] = frozenset({"cpu", "memory", "processes", "disk"})
 
 def _kept() -> frozenset[Promise]:
     limited = os.geteuid() == 0 or Path("/sys/fs/cgroup/cgroup.controllers").exists()
-    return EVERYTHING - {"disk"} if limited else EVERYTHING - _LIMITS
+    return ALL_PROMISES - {"disk"} if limited else ALL_PROMISES - _LIMITS
 
 
 class TestPodman(ContainerContract):

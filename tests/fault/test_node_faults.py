@@ -75,7 +75,7 @@ class Ids:
 
 def nothing_left(data: Path, ids: Ids, mark: str) -> None:
     assert ids.seen
-    found = leftovers.list_all(data / "runtimes", sorted(ids.seen), mark)
+    found = leftovers.list_leftovers(data / "runtimes", sorted(ids.seen), mark)
     assert found == {kind: [] for kind in found}
     assert list((data / "node").iterdir()) == []
     assert list((data / "runtimes").glob("*/*")) == []
@@ -92,7 +92,7 @@ async def test_two_hundred_sessions_at_once(tmp_path: Path) -> None:
         task("fills", "ask()\n" + done + FILLS, mark, num_samples=40, runtime={"disk_mb": 16}),
     ]
     node = {"init_workers": 4, "ready_buffer": 8, "run_workers": 200, "postrun_workers": 4}
-    ids, descriptors = Ids(data), leftovers.count_descriptors()
+    ids, descriptors = Ids(data), leftovers.count_open_descriptors()
     finished: list[FinishedSession] = []
     async with LocalRollout(
         load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}, "node": node}), data
@@ -118,7 +118,7 @@ async def test_two_hundred_sessions_at_once(tmp_path: Path) -> None:
         ("fills", "finished", 1.0): 40,
     }
     nothing_left(data, ids, mark)
-    assert leftovers.count_descriptors() <= descriptors + 4  # libraries keep a few of their own
+    assert leftovers.count_open_descriptors() <= descriptors + 4  # libraries keep a few of their own
 
 
 WAITS = "ask()\n" + DAEMONS + STUBBORN

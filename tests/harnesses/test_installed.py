@@ -12,7 +12,7 @@ import pytest
 
 from polar.harnesses import load_harness
 from polar.harnesses.cache import Installation, find_installation
-from polar.plugins import load, names
+from polar.plugins import list_names, load
 from polar.runtimes.base import Runtime, RuntimeBackend, RuntimeSpec
 from tests.contract.image import libraries
 from tests.harnesses.run import ROOT
@@ -110,7 +110,7 @@ def variables(text: str) -> dict[str, str]:
 async def test_they_run_where_there_is_nothing_for_them(
     kind: RuntimeBackend, image: str | None, tmp_path: Path
 ) -> None:
-    others = (find_installation(CACHE, load_harness(name)) for name in names("harnesses") if name not in NAMED)
+    others = (find_installation(CACHE, load_harness(name)) for name in list_names("harnesses") if name not in NAMED)
     harnesses = [*map(installed, NAMED), *(other for other in others if other is not None)]
     runtime = await runtime_with(kind, image, *harnesses)
     for harness in harnesses:

@@ -17,7 +17,7 @@ from polar.train import groups
 from polar.train.checkpoint import JournalEntry
 from polar.train.learner import Learner
 from polar.train.metrics import StepMetrics
-from polar.train.packing import pack_forest
+from polar.train.packing import pack_trees
 from polar.train.rollouts import TaskOrder
 from polar.train.run import read_tasks, train_with_client
 from polar.train.settings import TrainSettings
@@ -114,7 +114,7 @@ def read(path: Path, kind: type[msgspec.Struct]) -> list[Any]:
 async def trained_groups(client: AsyncClient) -> Any:
     async for result in client.results(0, unit="group", raw=True, follow=False):
         if "/held-out/" not in result.task_id:
-            yield groups.group_from_tree(result.data, await client.trajectory(result.task_id), 0)
+            yield groups.build_group_from_tree(result.data, await client.trajectory(result.task_id), 0)
 
 
 def check_labels(learner: Learner, kept: dict[int, Any], found: list[groups.RolloutGroup]) -> None:
@@ -133,7 +133,7 @@ def check_labels(learner: Learner, kept: dict[int, Any], found: list[groups.Roll
     for version in np.unique(versions).tolist():
         for into, chosen in ((own, versions == version), (other, versions == version + 1)):
             learner.model.load_state_dict(kept[version])
-            scored = learner.logprobs(pack_forest([part.tree for part in parts])).numpy()
+            scored = learner.compute_logprobs(pack_trees([part.tree for part in parts])).numpy()
             into[chosen] = scored[chosen]
     assert float(np.abs(own - behaviour).max()) < 1e-3
     assert float(np.nanmax(np.abs(other - behaviour))) > 1e-2  # the weights before would not have passed

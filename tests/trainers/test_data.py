@@ -11,7 +11,7 @@ from polar.export.base import Exporter, SessionItem
 from polar.export.huggingface import HuggingFaceExporter
 from polar.export.preference import PreferenceExporter
 from polar.export.sft_tokens import SftTokensExporter
-from polar.testing.conversations import exported
+from polar.testing.conversations import export_items
 from tests.unit.export.test_data_formats import answer
 from tests.unit.export.test_messages import two_turns
 from tests.unit.train import tiny
@@ -24,12 +24,12 @@ PYTHON = ROOT / ".cache" / "trainers" / "venv" / "bin" / "python"
 
 def written(exporter: Exporter, items: list[SessionItem], path: Path) -> list[bytes]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(exported(exporter, items))
+    path.write_bytes(export_items(exporter, items))
     return [] if exporter.is_binary else path.read_bytes().splitlines()
 
 
 def test_datasets_and_trl_take_what_is_exported(tmp_path: Path) -> None:
-    good, bad = two_turns().item(1.0, task_id="t"), answer("bad", "I don't know.").item(0.0, task_id="t")
+    good, bad = two_turns().build_item(1.0, task_id="t"), answer("bad", "I don't know.").build_item(0.0, task_id="t")
     card = HuggingFaceExporter()
     written(card, [good], tmp_path / "set" / card.file_name)
     (tmp_path / "set" / "README.md").write_text(card.extra_files["README.md"])

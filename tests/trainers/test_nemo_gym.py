@@ -19,7 +19,7 @@ from polar.export.atif import AtifExporter
 from polar.export.base import SessionItem
 from polar.records.trajectory import Trace
 from polar.tasks.reader import read
-from polar.testing.conversations import Talk, exported, said
+from polar.testing.conversations import ConversationBuilder, export_items, make_text_parts
 from tests.bridging import TOKEN, Served, served, task
 from tests.trainers.running import NEWER, ROOT, found_by
 from tests.unit.bridges import nemo_contract as nemo_rl
@@ -104,10 +104,12 @@ def test_its_collection_drives_the_environment(tmp_path: Path) -> None:
 
 
 def test_harbor_reads_what_is_its_own(tmp_path: Path) -> None:
-    talk = Talk()
-    talk.call([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}], said("Hello."))
+    talk = ConversationBuilder()
+    talk.add_call(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}], make_text_parts("Hello.")
+    )
     export = tmp_path / "export.jsonl"
-    export.write_bytes(exported(AtifExporter(), [talk.item()]))
+    export.write_bytes(export_items(AtifExporter(), [talk.build_item()]))
     folders = sorted((ROOT / "examples" / "harbor").iterdir())
     question = {"export": str(export), "tasks": [str(folder) for folder in folders]}
     found = found_by("loop_nemo_gym.py", "harbor", question, tmp_path, python=NEWER)

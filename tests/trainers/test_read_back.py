@@ -24,8 +24,8 @@ from polar.export.tinker import TinkerExporter
 from polar.export.trl import TrlExporter
 from polar.export.verl import VerlExporter
 from polar.records.trajectory import SessionPaths
-from polar.testing.conversations import Talk, exported, item, said
-from polar.testing.token_paths import path
+from polar.testing.conversations import ConversationBuilder, export_items, make_session_item, make_text_parts
+from polar.testing.token_paths import make_path
 
 pytestmark = pytest.mark.trainers
 
@@ -36,18 +36,23 @@ PYTHON = ROOT / ".cache" / "trainers" / "venv" / "bin" / "python"
 def of_tokens() -> list[SessionItem]:
     """A session of two traces, the first of two turns; and one of a single call, part of which does not train."""
     several = [
-        path(0, [11, 12], [13, 14]),
-        path(1, [11, 12, 13, 14, 15], [16]),
-        path(2, [19], [18, 17], role="subagent"),
+        make_path(0, [11, 12], [13, 14]),
+        make_path(1, [11, 12, 13, 14, 15], [16]),
+        make_path(2, [19], [18, 17], role="subagent"),
     ]
-    cut = path(0, [11, 12], [20, 21, 22], session_id="other", trainable=2)
-    return [item(SessionPaths("s", several, 0.5), task_id="t"), item(SessionPaths("other", [cut], -1.0), task_id="t")]
+    cut = make_path(0, [11, 12], [20, 21, 22], session_id="other", trainable=2)
+    return [
+        make_session_item(SessionPaths("s", several, 0.5), task_id="t"),
+        make_session_item(SessionPaths("other", [cut], -1.0), task_id="t"),
+    ]
 
 
 def of_words() -> list[SessionItem]:
-    talk = Talk()
-    talk.call([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}], said("Hello."))
-    return [talk.item()]
+    talk = ConversationBuilder()
+    talk.add_call(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}], make_text_parts("Hello.")
+    )
+    return [talk.build_item()]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,7 @@ def test_the_trainer_reads_it(
         pytest.fail("The trainers are not installed: run `make test-trainers`")
     items = sessions()
     export, expected = tmp_path / "export", tmp_path / "expected.json"
-    export.write_bytes(exported(make(), items))
+    export.write_bytes(export_items(make(), items))
     traces = [
         {
             "prompt_ids": trace.prompt_ids.tolist(),

@@ -12,7 +12,7 @@ import pytest
 from polar import plugins
 from polar.errors import ConfigError
 from polar.harnesses import find_by_command, find_call_patterns
-from polar.plugins import PluginError, PluginKind, load, load_all, names
+from polar.plugins import PluginError, PluginKind, list_names, load, load_all
 
 HARNESS = """
     from polar.harnesses.shell import Shell
@@ -58,7 +58,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 def test_a_plug_in_that_works(site: Site) -> None:
     site.install_one("polar-mine", HARNESS, "harnesses", "mine")
     assert load("harnesses", "mine").name == "mine"
-    assert "mine" in names("harnesses")
+    assert "mine" in list_names("harnesses")
     assert find_by_command(["mine", "-p"]) == "mine"
 
 
@@ -105,7 +105,7 @@ def test_what_does_not_use_it_goes_on(site: Site) -> None:
     assert find_by_command(["codex", "exec"]) == "codex"
     assert find_call_patterns(None) == find_call_patterns("unknown") == find_call_patterns("broken")
     for kind in plugins.PLUGIN_KINDS:
-        assert load_all(kind).keys() == set(names(kind)) - {"broken"} != set()
+        assert load_all(kind).keys() == set(list_names(kind)) - {"broken"} != set()
     assert len(plugins.list_problems()) == len(plugins.PLUGIN_KINDS)
 
 

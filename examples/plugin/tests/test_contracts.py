@@ -28,7 +28,7 @@ class TestKeywords(EvaluatorContract):
 class TestTemplate(RuntimeContract):
     plugin = TemplateBackend
     promises = frozenset()  # as `local`: no walls, and limits only where cgroups can be made
-    many = 4
+    parallel_runtimes = 4
 
 
 class TestAdvantages(ExporterContract):

@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     wanted = parser.parse_args()
     torch.set_num_threads(wanted.threads)
-    began = time.monotonic()
+    started_at = time.monotonic()
     asked = make_questions(train=wanted.steps * GROUPS, held_out=wanted.held_out, seed=wanted.seed)
     tasks.write_tasks(wanted.folder, asked, 1)
     with service(wanted.polar, wanted.folder, wanted.model) as url:
@@ -149,7 +149,7 @@ def main() -> None:
         "held_out_before": held_out[0],
         "held_out_after": held_out[-1],
         "rewards": [line["reward"] for line in history if "reward" in line],
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - started_at, 1),
     }
     if wanted.json:
         print(json.dumps(told))

@@ -40,10 +40,11 @@ from polar.errors import ConfigError
 from polar.export.areal import ArealExporter, to_tensors
 
 _REQUIRED_ACTOR_SETTINGS = {"discount": 1.0, "gae_lambda": 1.0, "kl_ctl": 0.0, "overlong_reward_penalty": False}
-"""What these must be: otherwise a token's advantage depends on the row that it is in."""
+"""Required values: with others a token's advantage would depend on its row."""
 
 _keys_by_engine: WeakKeyDictionary[Any, GroupKeys] = WeakKeyDictionary()
-"""Of each engine of AReaL's: a workflow that AReaL has by its name is made anew for each episode."""
+"""By AReaL engine. AReaL creates a workflow that is given by name anew for each episode, so keys can't be kept
+there."""
 
 
 class PolarWorkflow:
@@ -63,7 +64,7 @@ class PolarWorkflow:
         self._normalize = normalize
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
-        """All traces of a group's sessions, padded to one length."""
+        """Runs a group and returns all traces of its sessions, padded to one length."""
         from areal.infra import workflow_context
         from areal.utils import stats_tracker
         from areal.utils.data import concat_padded_tensors
@@ -73,7 +74,7 @@ class PolarWorkflow:
         except KeyError:
             raise ConfigError(f"A row of AReaL's data has no task_id, but only {', '.join(data)}.") from None
         evaluates = workflow_context.get().is_eval
-        key = self._group_key(engine, task, evaluates=evaluates)
+        key = self._make_group_key(engine, task, evaluates=evaluates)
         rollouts = get_shared_groups(self._settings).rollouts
         group = await rollouts.run_group(task, key, samples=self._samples, sampling=self._sampling)
         if self._temperature is not None and not evaluates:
@@ -83,33 +84,35 @@ class PolarWorkflow:
             scope.scalar(reward=reward)
         if not group.items:
             return None
-        credits = compute_session_advantages(group.rewards) if self._normalize and not evaluates else group.rewards
+        advantages = compute_session_advantages(group.rewards) if self._normalize and not evaluates else group.rewards
         rows = [
-            to_tensors(row, credit)
-            for item, credit in zip(group.items, credits, strict=True)
+            to_tensors(row, advantage)
+            for item, advantage in zip(group.items, advantages, strict=True)
             for row in ArealExporter().build_lines(item)
         ]
         return dict(concat_padded_tensors(rows))
 
-    def _group_key(self, engine: Any, task: str, *, evaluates: bool) -> str:
-        """A task is run once at each version, and again where data is so short that it comes again. What two ranks
-        ask for are two groups."""
-        key = f"{'eval-' if evaluates else ''}v{engine.get_version()}{_rank_suffix(engine)}"
-        return _keys_by_engine.setdefault(engine, GroupKeys()).next_key(key, f"{self._settings.name}/{task}")
+    def _make_group_key(self, engine: Any, task: str, *, evaluates: bool) -> str:
+        """The group's key: a task runs once per version, and again if the data repeats it. Each rank has its own
+        groups."""
+        key = f"{'eval-' if evaluates else ''}v{engine.get_version()}{_make_rank_suffix(engine)}"
+        return _keys_by_engine.setdefault(engine, GroupKeys()).make_key(key, f"{self._settings.name}/{task}")
 
 
 def follow(trainer: Any, source: SettingsSource = None) -> "ArealBridge":
-    """From now on the trainer's engines are Polar's, and stand still while they get new weights. Raises ConfigError for
-    a configuration that goes by rows where it should go by sessions, or computes at another temperature."""
+    """Attaches the trainer's engines to Polar and pauses generation while they get new weights. Raises ConfigError for
+    a configuration that depends on rows instead of sessions, or computes at another temperature."""
     config = trainer.config
     if config.gconfig.n_samples != 1:
         raise ConfigError("gconfig.n_samples must be 1: an episode is a whole group, of the bridge's `samples`.")
-    norm = config.actor.adv_norm
-    if config.actor.reward_norm is not None or (norm is not None and "group" in (norm.mean_level, norm.std_level)):
+    adv_norm = config.actor.adv_norm
+    if config.actor.reward_norm is not None or (
+        adv_norm is not None and "group" in (adv_norm.mean_level, adv_norm.std_level)
+    ):
         raise ConfigError("actor.reward_norm and adv_norm by group go by rows, not sessions: set them to null.")
-    for name, must in _REQUIRED_ACTOR_SETTINGS.items():
-        if getattr(config.actor, name) != must:
-            raise ConfigError(f"actor.{name} must be {must}: it goes by rows, and a session may have several.")
+    for name, required in _REQUIRED_ACTOR_SETTINGS.items():
+        if getattr(config.actor, name) != required:
+            raise ConfigError(f"actor.{name} must be {required}: it goes by rows, and a session may have several.")
     if getattr(trainer, "critic", None) is not None:
         raise ConfigError("A critic values rows, and a session may have several: train without one.")
     if config.actor.temperature != config.gconfig.temperature:
@@ -120,13 +123,13 @@ def follow(trainer: Any, source: SettingsSource = None) -> "ArealBridge":
 
 
 class ArealBridge(TrainerBridge):
-    """Polar's generation, as AReaL's engines are: it stands still while they get weights, or sleep."""
+    """Pauses Polar's generation while AReaL's engines get weights or sleep."""
 
     def __init__(self, bridge: BlockingBridge, engine: Any) -> None:
         super().__init__(bridge)
         self._engine = engine
-        self._shut = False
-        self._asleep = False
+        self._is_frozen = False
+        self._is_asleep = False
 
     def install_hooks(self, trainer: Any) -> None:
         self._attach()
@@ -139,51 +142,54 @@ class ArealBridge(TrainerBridge):
             partial(self._on_offload, engine.offload),
             partial(self._on_onload, engine.onload),
         )
-        if (other := getattr(trainer, "eval_rollout", None)) is not None:  # has the same servers
-            other.pause, other.resume = partial(self._on_pause, other.pause), partial(self._on_resume, other.resume)
-            other.offload, other.onload = (
-                partial(self._on_offload, other.offload),
-                partial(self._on_onload, other.onload),
+        if (eval_engine := getattr(trainer, "eval_rollout", None)) is not None:  # uses the same servers
+            eval_engine.pause, eval_engine.resume = (
+                partial(self._on_pause, eval_engine.pause),
+                partial(self._on_resume, eval_engine.resume),
+            )
+            eval_engine.offload, eval_engine.onload = (
+                partial(self._on_offload, eval_engine.offload),
+                partial(self._on_onload, eval_engine.onload),
             )
 
     def _attach(self) -> None:
         self.bridge.run(self.engines.attach(_list_engine_urls(self._engine), self._engine.get_version()))
 
-    def _open_unless_asleep(self) -> None:
-        if not self._asleep:  # else AReaL wakes them, and resumes then
+    def _resume_unless_asleep(self) -> None:
+        if not self._is_asleep:  # otherwise AReaL wakes them later and resumes
             self._attach()
-            self._shut = False
+            self._is_frozen = False
 
     def _on_pause(self, pause: Callable[[], Any]) -> Any:
-        done = pause()  # no further episodes
+        result = pause()  # no further episodes
         self.bridge.run(self.engines.freeze("drain"))
-        self._shut = True
-        return done
+        self._is_frozen = True
+        return result
 
     def _on_resume(self, resume: Callable[[], Any]) -> Any:
-        if self._shut:
-            self._open_unless_asleep()
+        if self._is_frozen:
+            self._resume_unless_asleep()
         return resume()
 
     def _on_set_version(self, set_version: Callable[[int], Any], version: int) -> Any:
-        """AReaL says it when the weights are in; it evaluates before it resumes."""
-        done = set_version(version)
-        self._open_unless_asleep()
-        return done
+        """AReaL calls this when the weights are loaded, and evaluates before it resumes."""
+        result = set_version(version)
+        self._resume_unless_asleep()
+        return result
 
     def _on_offload(self, offload: Callable[[], Any]) -> Any:
-        self._asleep = True
+        self._is_asleep = True
         return offload()
 
     def _on_onload(self, onload: Callable[..., Any], tags: list[str] | None = None) -> Any:
-        done = onload() if tags is None else onload(tags=tags)
-        self._asleep = self._asleep and tags is not None  # in part, for their weights
-        return done
+        result = onload() if tags is None else onload(tags=tags)
+        self._is_asleep = self._is_asleep and tags is not None  # tags: a partial wake-up, to load weights
+        return result
 
 
-def _rank_suffix(engine: Any) -> str:
-    """Of the worker that it is in. The first has none in its keys, nor has an engine that is alone: AReaL gives that a
-    name by chance."""
+def _make_rank_suffix(engine: Any) -> str:
+    """The suffix of the engine's rank in its keys. The first rank and a single engine have none: AReaL gives a single
+    engine a random name."""
     name = str(getattr(engine, "engine_id", ""))
     return f"-r{name}" if re.fullmatch("[1-9][0-9]{0,8}", name) else ""
 
@@ -194,18 +200,18 @@ def _build_sampling(gconfig: Any) -> SamplingOverrides:
 
 
 def _list_engine_urls(engine: Any) -> list[str]:
-    """Of its inference servers: a controller knows those that it started, an engine those that it speaks to."""
+    """The addresses of the inference servers: those a controller started, or those an engine talks to."""
     if getattr(engine, "server_infos", None):
-        return [f"http://{one.host}:{one.port}" for one in engine.server_infos]
+        return [f"http://{server.host}:{server.port}" for server in engine.server_infos]
     return [f"http://{address}" for address in getattr(engine, "_engine", engine).addresses]
 
 
 def _register_workflow() -> None:
-    """AReaL asks whether a workflow is one of its own class."""
+    """Registers the workflow as a virtual subclass, since AReaL checks for its own class."""
     from areal.api import RolloutWorkflow
 
     RolloutWorkflow.register(PolarWorkflow)
 
 
-if "areal" in sys.modules:  # which finds this one by its name, and asks before it makes one
+if "areal" in sys.modules:  # AReaL imports this module by name and checks the class at once
     _register_workflow()

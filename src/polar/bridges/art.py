@@ -41,45 +41,46 @@ class Art(AsyncBridge):
     """Use as an async context manager, or close it."""
 
     async def run_groups(self, tasks: Iterable[str], step: int, *, samples: int | None = None) -> list[Any]:
-        """`TrajectoryGroup`s of these tasks at this step; asked again, the same sessions. Raises ConfigError,
+        """Runs these tasks at this step, or returns the same sessions again, as `TrajectoryGroup`s. Raises ConfigError,
         ClientError."""
         return [
-            to_trajectory_group(one) for one in await self.rollouts.run_groups(tasks, f"step-{step}", samples=samples)
+            to_trajectory_group(group)
+            for group in await self.rollouts.run_groups(tasks, f"step-{step}", samples=samples)
         ]
 
     async def attach(self, model: Any) -> None:
-        """The model's engine, which has its newest weights when ART's `train` has returned."""
+        """Attaches the model's engine, which has the newest weights once ART's `train` has returned."""
         if model.inference_base_url is None:
             raise ConfigError("The model has no engine yet: register it with a backend first.")
         await self.engines.attach([model.inference_base_url], await model.get_step())
 
 
 def to_trajectory_group(group: SessionGroup) -> Any:
-    """A `TrajectoryGroup`. What was left out of the group is counted in its metadata."""
+    """Converts a group. Its metadata counts the sessions that were left out."""
     from art import Trajectory, TrajectoryGroup
 
-    history = _make_history_class()
+    history_class = _make_history_class()
     trajectories = []
     for item in group.items:
-        known = [version for trace in item.trajectory.traces for version in list_version_runs(trace)]
+        versions = [version for trace in item.trajectory.traces for version in list_version_runs(trace)]
         rows = list(Exporter().build_lines(item))
         trajectories.append(
             Trajectory(
-                additional_histories=[history(messages_and_choices=[], row=row) for row in rows],
+                additional_histories=[history_class(messages_and_choices=[], row=row) for row in rows],
                 reward=item.session.reward or 0.0,
-                initial_policy_version=min(known, default=None),
-                final_policy_version=max(known, default=None),
+                initial_policy_version=min(versions, default=None),
+                final_policy_version=max(versions, default=None),
                 metrics={"traces": len(rows)},
                 metadata={"session_id": item.session.session_id, "task_id": group.task},
             )
         )
-    left_out = {f"left_out/{reason}": number for reason, number in group.left_out.items()}
+    left_out = {f"left_out/{reason}": count for reason, count in group.left_out.items()}
     return TrajectoryGroup(trajectories, metadata={"task_id": group.task, **left_out})
 
 
 @cache
 def _make_history_class() -> type[Any]:
-    """A `History` that knows its tokens, and an ART that asks it for them."""
+    """A `History` with recorded tokens, which a patched `tokenize_trajectory` uses."""
     from art.preprocessing import tokenize
     from art.trajectories import History
     from pydantic import Field
@@ -87,15 +88,15 @@ def _make_history_class() -> type[Any]:
     class TraceHistory(History):
         row: dict[str, Any] = Field(exclude=True)
 
-    rendered = tokenize.tokenize_trajectory
+    tokenize_messages = tokenize.tokenize_trajectory
 
     def tokenize_trajectory(
-        tokenizer: Any, image_processor: Any, history: Any, advantage: float, *more: Any, **options: Any
+        tokenizer: Any, image_processor: Any, history: Any, advantage: float, *args: Any, **options: Any
     ) -> Any:
         if not isinstance(history, TraceHistory):
-            return rendered(tokenizer, image_processor, history, advantage, *more, **options)
+            return tokenize_messages(tokenizer, image_processor, history, advantage, *args, **options)
         row = history.row
-        begins = [start for start, _ in row["history"]["sampled_spans"]]
+        span_starts = [start for start, _ in row["history"]["sampled_spans"]]
         return tokenize.TokenizedResult(
             advantage=advantage,
             chat="",
@@ -105,8 +106,8 @@ def _make_history_class() -> type[Any]:
             logprobs=[float(value) for value in row["logprobs"]],
             pixel_values=None,
             image_grid_thw=None,
-            trajectory=options["trajectory"] if "trajectory" in options else more[1],
-            choice_offsets=begins,
+            trajectory=options["trajectory"] if "trajectory" in options else args[1],
+            choice_offsets=span_starts,
             extra_logprobs={},
             _tokenizer=tokenizer,
         )

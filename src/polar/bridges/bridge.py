@@ -1,4 +1,4 @@
-"""What a bridge is, and what ours are made of: one for trainers without an event loop, one for those with one."""
+"""The Bridge protocol, and bases of Polar's own bridges: for trainers with and without an event loop."""
 
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,34 +19,34 @@ class Bridge(Protocol):
     """Polar in the loop of one trainer.
 
         trainer's loop ─► rollouts.run_group(task, key) ─► sessions as traces ─► the trainer's own types
-                       └► engines.updating(version) ─► generation stands still while the engines get weights
+                       └► engines.updating(version) ─► generation is paused while the engines get weights
 
-    A plug-in of the entry-point group `polar.bridges`, by the trainer's name. The trainer's users construct it as the
-    trainer's configuration has it, so the constructor is the bridge's own. What it promises:
+    A plug-in of the entry-point group `polar.bridges`, named after the trainer. Its constructor depends on how the
+    trainer is configured and is not part of the protocol. A bridge promises:
 
     - its module imports the trainer's package only inside functions, so it loads without the trainer;
-    - what the trainer is handed is, to the bit, what an export of the same sessions says;
-    - a step that is run again, after a crash say, gets the same sessions (keys of groups follow from the step);
-    - advantages are over sessions, and splitting a session into traces changes no gradient.
+    - the trainer gets, bit for bit, what an export of the same sessions contains;
+    - a step that runs again, for example after a crash, gets the same sessions (group keys are made of the step);
+    - advantages are computed over sessions, and splitting a session into traces changes no gradient.
     """
 
     @property
     def rollouts(self) -> RolloutClient:
-        """Groups of sessions, by the names of tasks."""
+        """Runs groups of sessions by task id."""
         ...
 
     @property
     def engines(self) -> WeightUpdater:
-        """The trainer's engines: where they are, their version, when they stand still."""
+        """The trainer's engines: their addresses, their version, and pauses."""
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """Ends its connections. A coroutine where the bridge lives in the trainer's event loop."""
+        """Closes the connections. A coroutine if the bridge runs in the trainer's event loop."""
         ...
 
 
 class AsyncBridge(AsyncCloseable):
-    """For trainers with an event loop, which it belongs to. Use as an async context manager, or close it."""
+    """A bridge that runs in the trainer's event loop. Use as an async context manager, or close it."""
 
     def __init__(self, source: SettingsSource = None) -> None:
         """`source` as `polar.bridges.settings.load_settings` takes it. Raises ConfigError."""
@@ -61,8 +61,8 @@ class AsyncBridge(AsyncCloseable):
 
 
 class BlockingBridge(Closeable):
-    """For trainers that have no event loop, or one that they can't wait in: it has one of its own. Use as a context
-    manager, or close it. Threads may share it."""
+    """A bridge with its own event loop in a thread, for trainers without one. Use as a context manager, or close it.
+    Thread-safe."""
 
     def __init__(self, source: SettingsSource = None) -> None:
         """`source` as `polar.bridges.settings.load_settings` takes it. Raises ConfigError."""
@@ -73,24 +73,24 @@ class BlockingBridge(Closeable):
     def close(self) -> None:
         self._loop.close()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for a coroutine of `rollouts` or `engines`."""
-        return self._loop.run(work)
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine of `rollouts` or `engines` and returns its result."""
+        return self._loop.run(coroutine)
 
     def run_groups(self, tasks: Iterable[str], key: str, *, samples: int | None = None) -> list[SessionGroup]:
-        """One for each task, in their order."""
+        """Runs one group for each task, in their order."""
         return self.run(self.rollouts.run_groups(tasks, key, samples=samples))
 
     @contextmanager
     def updating(self, version: int, mode: PauseMode = "freeze") -> Iterator[None]:
-        """As `engines.updating`: generation stands still within, while engines get the weights of `version`."""
+        """Like `engines.updating`: generation is paused within, while the engines get the weights of `version`."""
         self.run(self.engines.freeze(mode))
         yield
         self.run(self.engines.finish_update(version))
 
 
 class TrainerBridge(Closeable):
-    """A bridge with what one trainer needs besides, over a blocking one."""
+    """Base of a bridge that adds one trainer's hooks to a BlockingBridge."""
 
     def __init__(self, bridge: BlockingBridge) -> None:
         self.bridge = bridge

@@ -60,32 +60,33 @@ _MAX_SESSION_ATTEMPTS = 3
 
 
 class SessionRunner(AsyncBridge):
-    """What the agent server does, without the server: a row goes in, a verify response comes out."""
+    """Runs the session of a row and returns its verify response: the agent server without HTTP."""
 
     def __init__(self, source: BridgeSettings, *, resume: bool = False) -> None:
-        """`resume`: rows that say which rollout of which task they are find the session that ran for them before. For
-        a collection with a `name` of its own; a trainer's rows say the same in every step. Raises ConfigError."""
+        """With `resume`, a row with a task and rollout index gets the session that ran for it before. Only for a
+        collection with its own `name`, since a trainer's rows repeat their indices in every step. Raises
+        ConfigError."""
         super().__init__(source)
         self._resume = resume
 
     async def run(self, row: Row) -> dict[str, Any]:
         """Raises ConfigError for a row that names no task, and ClientError."""
-        task, asked = get_task_id(row), dict(row["responses_create_params"])
-        for key in self._session_keys(row):
-            group = await self.rollouts.run_group(task, key, samples=1, sampling=build_sampling_overrides(asked))
+        task, params = get_task_id(row), dict(row["responses_create_params"])
+        for key in self._list_session_keys(row):
+            group = await self.rollouts.run_group(task, key, samples=1, sampling=build_sampling_overrides(params))
             if group.items:
-                return {**build_verify_response(group.items[0], group.results[0]), "responses_create_params": asked}
-        return {"responses_create_params": asked, **_build_failure_response(group)}
+                return {**build_verify_response(group.items[0], group.results[0]), "responses_create_params": params}
+        return {"responses_create_params": params, **_build_failure_response(group)}
 
-    def _session_keys(self, row: Row) -> list[str]:
-        """Of its sessions, one after the other: the trainer's own name for the rollout, where it has one. What has none
-        is a new session whenever it is asked for."""
-        name = self._rollout_name(row)
+    def _list_session_keys(self, row: Row) -> list[str]:
+        """The keys to try for the row's session, in order: made of the trainer's name for the rollout if it has one.
+        Without a name every request is a new session."""
+        name = self._get_rollout_name(row)
         if name is None:
             return [uuid.uuid4().hex]
         return [name, *(f"{name}.again-{number}" for number in range(1, _MAX_SESSION_ATTEMPTS))]
 
-    def _rollout_name(self, row: Row) -> str | None:
+    def _get_rollout_name(self, row: Row) -> str | None:
         if "_ng_rollout_id" in row:
             return str(row["_ng_rollout_id"])
         if not self._resume:
@@ -102,33 +103,37 @@ def build_verify_response(item: SessionItem, result: SessionResult) -> dict[str,
     task = item.session.metadata.get("task", item.group_id)
     for row in rows:
         row["polar"]["task"] = task
-    chosen = max(range(len(rows)), key=lambda index: _trace_priority(item.trajectory.traces[index]))
+    best = max(range(len(rows)), key=lambda index: _rank_trace(item.trajectory.traces[index]))
     return {
-        **rows[chosen],
-        "polar_others": rows[:chosen] + rows[chosen + 1 :],
+        **rows[best],
+        "polar_others": rows[:best] + rows[best + 1 :],
         "polar_traces": len(rows),
-        "polar_share": item.trajectory.traces[chosen].weight,
+        "polar_share": item.trajectory.traces[best].weight,
     }
 
 
 def split_traces(run: Row) -> list[dict[str, Any]]:
-    """All traces of a session again, in its order, from the verify response of its run."""
-    alone = {name: value for name, value in run.items() if not name.startswith("polar_")}
-    return sorted([alone, *run["polar_others"]], key=lambda row: int(row["polar"]["trace"]))
+    """Restores all traces of a session, in order, from its verify response."""
+    first_row = {name: value for name, value in run.items() if not name.startswith("polar_")}
+    return sorted([first_row, *run["polar_others"]], key=lambda row: int(row["polar"]["trace"]))
 
 
 def collect_replies(item: SessionItem, result: SessionResult) -> dict[str, list[Part]]:
-    """What the model said in each call, as far as the messages of the result can be assigned to calls."""
-    found: dict[str, list[Part]] = {}
-    for trace, recorded in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
-        spoken = [message for message in recorded.response_messages if message.get("role") == "assistant"]
-        if len(spoken) == len(trace.spans):  # not so where a harness rewrote its history on the way
-            found |= {span.exchange_id: _to_parts(one) for span, one in zip(trace.spans, spoken, strict=True)}
-    return found
+    """The model's reply in each call, as far as the result's messages can be matched to calls."""
+    replies: dict[str, list[Part]] = {}
+    for trace, trace_result in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
+        assistant_messages = [
+            message for message in trace_result.response_messages if message.get("role") == "assistant"
+        ]
+        if len(assistant_messages) == len(trace.spans):  # not so if the harness rewrote its history
+            replies |= {
+                span.exchange_id: _to_parts(one) for span, one in zip(trace.spans, assistant_messages, strict=True)
+            }
+    return replies
 
 
 def agent_class() -> "type[SimpleResponsesAPIAgent]":
-    """The agent server's class, for an `app.py`."""
+    """Creates the agent server's class, for an `app.py`."""
     from fastapi import FastAPI
     from nemo_gym.base_resources_server import BaseRunRequest, BaseVerifyResponse
     from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
@@ -154,7 +159,7 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
         def setup_webserver(self) -> FastAPI:
             self._runs = SessionRunner(load_settings(self.config.polar), resume=self.config.resume)
             app = super().setup_webserver()
-            inner = app.router.lifespan_context
+            base_lifespan = app.router.lifespan_context
 
             @asynccontextmanager
             async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
@@ -163,7 +168,7 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
                     if engines:
                         urls = [engines] if isinstance(engines, str) else engines
                         await self._runs.engines.attach(urls, self.config.version)
-                    async with inner(app) as state:
+                    async with base_lifespan(app) as state:
                         yield state
                 finally:
                     await self._runs.close()
@@ -177,24 +182,24 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
 
         async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
             """The same without a reward: the task is named in `metadata`."""
-            asked = body.model_dump(exclude_unset=True)
-            row = {**(asked.get("metadata") or {}), "responses_create_params": asked}
+            params = body.model_dump(exclude_unset=True)
+            row = {**(params.get("metadata") or {}), "responses_create_params": params}
             return NeMoGymResponse.model_validate((await self._runs.run(row))["response"])
 
     return PolarAgent
 
 
 def get_task_id(row: Row) -> str:
-    named = row.get("task_id")
-    if not isinstance(named, str):
+    task_id = row.get("task_id")
+    if not isinstance(task_id, str):
         raise ConfigError(f"A row of data names its task as `task_id`, a string: this one has {sorted(row)}.")
-    return named
+    return task_id
 
 
-def build_sampling_overrides(asked: Row) -> SamplingOverrides:
-    """What the parameters of a response say of it."""
+def build_sampling_overrides(params: Row) -> SamplingOverrides:
+    """The sampling overrides of a response's parameters."""
     return SamplingOverrides(
-        temperature=asked.get("temperature"), top_p=asked.get("top_p"), max_tokens=asked.get("max_output_tokens")
+        temperature=params.get("temperature"), top_p=params.get("top_p"), max_tokens=params.get("max_output_tokens")
     )
 
 
@@ -208,12 +213,12 @@ def _build_failure_response(group: SessionGroup) -> dict[str, Any]:
     }
 
 
-def _trace_priority(trace: Trace) -> tuple[bool, float]:
+def _rank_trace(trace: Trace) -> tuple[bool, float]:
     return trace.role == "main", trace.weight
 
 
 def _to_parts(message: Row) -> list[Part]:
-    """Of a message as OpenAI's chat API spells it."""
+    """The parts of a message in OpenAI's chat format."""
     parts: list[Part] = []
     if thought := message.get("reasoning_content"):
         parts.append(Reasoning(thought))

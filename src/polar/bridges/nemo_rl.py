@@ -49,7 +49,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SESSION_FIELD, GROUP_FIELD = "polar_session", "polar_group"
-"""Of each row, what it is a trace of, and what that is a sample of. An empty row has -1."""
+"""The row's session index, and the group index of that session. An empty row has -1."""
 
 
 _REQUIRED_SETTINGS = {
@@ -64,7 +64,7 @@ class NothingToTrainError(PolarError):
 
 
 class RolloutResult(Struct):
-    """What NeMo RL reads of a rollout."""
+    """The fields that NeMo RL reads from a rollout."""
 
     input_ids: Any
     final_batch: Any
@@ -72,7 +72,7 @@ class RolloutResult(Struct):
 
 
 class NemoRl(TrainerBridge):
-    """One for each training run."""
+    """The bridge of one NeMo RL training run."""
 
     def __init__(self, bridge: BlockingBridge, *, rows: int, step: int = 0, token_level: bool = True) -> None:
         """`rows` is `train_global_batch_size`, `step` where training starts: a run that resumes from a checkpoint gets
@@ -86,50 +86,51 @@ class NemoRl(TrainerBridge):
 
     @classmethod
     def from_config(cls, bridge: BlockingBridge, config: Any, *, step: int = 0) -> "NemoRl":
-        """By NeMo RL's own configuration. Raises ConfigError for what would depend on how sessions are split."""
-        for path, allowed in _REQUIRED_SETTINGS.items():
-            found = _get_setting(config, path)
-            if found not in (None, allowed):
+        """Creates the bridge from NeMo RL's configuration. Raises ConfigError for settings under which the gradient
+        would depend on how sessions are split."""
+        for path, required in _REQUIRED_SETTINGS.items():
+            configured = _get_setting(config, path)
+            if configured not in (None, required):
                 raise ConfigError(
-                    f"{path} is {found!r}, which goes by rows and not by sessions: set it to {allowed!r}."
+                    f"{path} is {configured!r}, which goes by rows and not by sessions: set it to {required!r}."
                 )
         rows = _get_setting(config, "policy.train_global_batch_size")
         return cls(bridge, rows=rows, step=step, token_level=bool(_get_setting(config, "loss_fn.token_level_loss")))
 
     def attach(self, policy_generation: Any) -> None:
-        """Its engines are Polar's from now on."""
+        """Attaches the policy's engines to Polar."""
         self.bridge.run(self.engines.attach(policy_generation.dp_openai_server_base_urls, self.version))
 
     def wrap_refit(self, refit: Callable[P, T]) -> Callable[P, T]:
-        """Generation stands still while the weights change, and Polar learns that they did."""
+        """Wraps the weight update: generation is paused meanwhile, and Polar gets the new version."""
 
         @wraps(refit)
-        def refitted(*args: P.args, **kwargs: P.kwargs) -> T:
+        def refit_while_paused(*args: P.args, **kwargs: P.kwargs) -> T:
             with self.bridge.updating(self.version + 1):
-                done = refit(*args, **kwargs)
+                result = refit(*args, **kwargs)
             self.version += 1
-            return done
+            return result
 
-        return refitted
+        return refit_while_paused
 
     def wrap_validate(self, validate: Callable[P, T]) -> Callable[P, T]:
-        """Groups that run within have names of their own: training never gets a session of the validation, even where
-        both have the same tasks."""
+        """Wraps validation so that its groups have separate keys. Training never gets a validation session, even for
+        the same task."""
 
         @wraps(validate)
-        def validated(*args: P.args, **kwargs: P.kwargs) -> T:
+        def validate_separately(*args: P.args, **kwargs: P.kwargs) -> T:
             self._is_validating = True
             try:
                 return validate(*args, **kwargs)
             finally:
                 self._is_validating = False
 
-        return validated
+        return validate_separately
 
     def rollout(
         self, *, input_batch: Mapping[str, Any], tokenizer: Any, generation_config: Mapping[str, Any], **_: Any
     ) -> RolloutResult:
-        """In place of NeMo RL's rollouts with the Gym. Raises NothingToTrainError, ConfigError and ClientError."""
+        """Replaces NeMo RL's Gym rollout. Raises NothingToTrainError, ConfigError and ClientError."""
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
         groups = self.run_groups(input_batch["extra_env_info"], generation_config)
@@ -140,56 +141,57 @@ class NemoRl(TrainerBridge):
         )
 
     def run_groups(self, rows: Sequence[Row], generation: Mapping[str, Any]) -> list[SessionGroup]:
-        """One for each task that the rows name, of as many sessions as there are rows of it. Raises ConfigError where
+        """Runs a group for each task of the rows, with as many sessions as the task has rows. Raises ConfigError if
         they were sampled at another temperature than NeMo RL trains at."""
-        names = {
+        sampling_params = {
             "temperature": generation.get("temperature"),
             "top_p": generation.get("top_p"),
             "max_output_tokens": generation.get("max_new_tokens"),
         }
-        sampling = build_sampling_overrides(names)
-        wanted = Counter(get_task_id(row) for row in rows)
-        step = self._step_key(wanted)
-        asked = (
-            self.rollouts.run_group(task, self._keys.next_key(step, task), samples=count, sampling=sampling)
-            for task, count in wanted.items()
+        sampling = build_sampling_overrides(sampling_params)
+        task_counts = Counter(get_task_id(row) for row in rows)
+        step = self._make_step_key(task_counts)
+        group_runs = (
+            self.rollouts.run_group(task, self._keys.make_key(step, task), samples=count, sampling=sampling)
+            for task, count in task_counts.items()
         )
-        groups = self.bridge.run(gather_or_cancel(asked))
+        groups = self.bridge.run(gather_or_cancel(group_runs))
         if sampling.temperature is not None and not self._is_validating:
             check_temperature((item for group in groups for item in group.items), sampling.temperature)
         return groups
 
-    def _step_key(self, wanted: Mapping[str, int]) -> str:
-        """A run that resumes from a checkpoint may leave out a validation that came first: so its tasks are counted by
-        themselves."""
-        digest = hashlib.sha256(json.dumps(sorted(wanted.items())).encode()).hexdigest()[:8]
+    def _make_step_key(self, task_counts: Mapping[str, int]) -> str:
+        """The key of a step and its tasks. Validations have separate keys, since a resumed run may skip one."""
+        digest = hashlib.sha256(json.dumps(sorted(task_counts.items())).encode()).hexdigest()[:8]
         return f"{self.version}.validation-{digest}" if self._is_validating else f"{self.version}.{digest}"
 
     def build_batch(self, groups: Sequence[SessionGroup]) -> dict[str, Any]:
-        """As `build_batch`, of `rows` rows."""
+        """Builds a batch with the configured number of rows."""
         runs = [
-            build_verify_response(*pair) for group in groups for pair in zip(group.items, group.results, strict=True)
+            build_verify_response(*item_and_result)
+            for group in groups
+            for item_and_result in zip(group.items, group.results, strict=True)
         ]
         if not runs:
-            why = sum((group.left_out for group in groups), Counter[str]())
+            left_out = sum((group.left_out for group in groups), Counter[str]())
             raise NothingToTrainError(
-                f"None of {why.total()} sessions can be trained on: {dict(why)}. See `polar status`."
+                f"None of {left_out.total()} sessions can be trained on: {dict(left_out)}. See `polar status`."
             )
         return build_batch(runs, rows=self._rows, token_level=self._token_level)
 
     def wrap_advantage_estimator(self, estimator: Callable[P, Any]) -> Callable[P, "SessionAdvantageEstimator"]:
-        """NeMo RL's class of GRPO's advantages, over sessions instead of rows."""
+        """Wraps NeMo RL's GRPO estimator class so that it works on sessions instead of rows."""
 
         @wraps(estimator)
-        def made(*args: P.args, **kwargs: P.kwargs) -> SessionAdvantageEstimator:
+        def make_estimator(*args: P.args, **kwargs: P.kwargs) -> SessionAdvantageEstimator:
             return SessionAdvantageEstimator(estimator(*args, **kwargs))
 
-        return made
+        return make_estimator
 
 
 class SessionAdvantageEstimator:
-    """GRPO's advantages, once for each session, and the same for all its rows. NeMo RL would compare rows by their
-    prompts, which differ between the traces of one session."""
+    """Computes GRPO's advantages per session and gives them to all its rows. NeMo RL would group rows by their prompts,
+    which differ between the traces of one session."""
 
     def __init__(self, estimator: Any) -> None:
         self._estimator = estimator
@@ -197,24 +199,32 @@ class SessionAdvantageEstimator:
     def compute_advantage(
         self, prompt_ids: Any, rewards: Any, mask: Any, repeated_batch: Mapping[str, Any], **_: Any
     ) -> Any:
-        """Raises ConfigError where the loop does not hand on what `build_batch` made."""
+        """Raises ConfigError if the loop does not pass on the fields of `build_batch`."""
         import torch
 
         if SESSION_FIELD not in repeated_batch:
             raise ConfigError(f"This loop hands its advantages no {SESSION_FIELD}: use NeMo RL's `grpo_train`.")
         sessions, groups = repeated_batch[SESSION_FIELD].tolist(), repeated_batch[GROUP_FIELD]
-        first = {session: row for row, session in reversed(list(enumerate(sessions))) if session >= 0}
-        order = {session: place for place, session in enumerate(first)}
-        chosen = torch.tensor(list(first.values()))
-        names = groups[chosen].reshape(-1, *[1] * (prompt_ids.dim() - 1))
-        alone = self._estimator.compute_advantage(prompt_ids=names, rewards=rewards[chosen], mask=mask[chosen, :1])
-        each = torch.cat([alone[:, 0], alone.new_zeros(1)])  # the last is of empty rows
-        return each[torch.tensor([order.get(session, -1) for session in sessions])].unsqueeze(-1).expand(mask.shape)
+        first_rows = {session: row for row, session in reversed(list(enumerate(sessions))) if session >= 0}
+        session_indices = {session: index for index, session in enumerate(first_rows)}
+        selected_rows = torch.tensor(list(first_rows.values()))
+        group_ids = groups[selected_rows].reshape(-1, *[1] * (prompt_ids.dim() - 1))
+        selected_advantages = self._estimator.compute_advantage(
+            prompt_ids=group_ids, rewards=rewards[selected_rows], mask=mask[selected_rows, :1]
+        )
+        session_advantages = torch.cat(
+            [selected_advantages[:, 0], selected_advantages.new_zeros(1)]
+        )  # the last is of empty rows
+        return (
+            session_advantages[torch.tensor([session_indices.get(session, -1) for session in sessions])]
+            .unsqueeze(-1)
+            .expand(mask.shape)
+        )
 
 
 def build_batch(runs: Sequence[Row], *, rows: int, token_level: bool = True) -> dict[str, Any]:
-    """NeMo RL's fields of a rollout batch, with a row for each trace, from verify responses of sessions. Raises
-    ConfigError where there are more traces than rows."""
+    """Builds NeMo RL's rollout batch from verify responses, with a row for each trace. Raises ConfigError if there are
+    more traces than rows."""
     import torch
 
     traces = [(index, row) for index, run in enumerate(runs) for row in split_traces(run)]
@@ -239,20 +249,20 @@ def build_batch(runs: Sequence[Row], *, rows: int, token_level: bool = True) -> 
 
 
 def build_message_log(row: Row) -> list[dict[str, Any]]:
-    """Of one verify response: what is new in each prompt, and what was sampled behind it."""
+    """The message log of a verify response: the new tokens of each prompt, and the tokens sampled after it."""
     import torch
 
     log: list[dict[str, Any]] = []
-    seen = 0
+    covered = 0
     for item in row["response"]["output"]:
         if not item.get("generation_token_ids"):
             continue
         prompt, sampled = item["prompt_token_ids"], item["generation_token_ids"]
         logprobs = torch.tensor(item["generation_log_probs"], dtype=torch.float32)
-        log.append({"role": "user", "content": "", "token_ids": torch.tensor(prompt[seen:], dtype=torch.long)})
-        spoken = {"role": "assistant", "content": "", "token_ids": torch.tensor(sampled)}
-        log.append(spoken | {"generation_logprobs": logprobs})
-        seen = len(prompt) + len(sampled)
+        log.append({"role": "user", "content": "", "token_ids": torch.tensor(prompt[covered:], dtype=torch.long)})
+        reply = {"role": "assistant", "content": "", "token_ids": torch.tensor(sampled)}
+        log.append(reply | {"generation_logprobs": logprobs})
+        covered = len(prompt) + len(sampled)
     return log
 
 
@@ -269,14 +279,14 @@ def compute_metrics(groups: Sequence[SessionGroup]) -> dict[str, Any]:
 
 
 def pad_sequences(rows: Sequence[Any], value: int) -> Any:
-    """Of different lengths, as one tensor."""
+    """Pads rows of different lengths into one tensor."""
     import torch
 
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
 def _get_setting(config: Any, path: str) -> Any:
-    """Of tables or objects, whichever NeMo RL's version has."""
+    """Reads a dotted path from nested tables or objects."""
     for name in path.split("."):
         config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return config

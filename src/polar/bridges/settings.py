@@ -46,26 +46,26 @@ def load_settings(source: SettingsSource = None) -> BridgeSettings:
     ConfigError."""
     if isinstance(source, BridgeSettings):
         return source
-    place, table = "The bridge's settings", source
+    origin, table = "The bridge's settings", source
     if not isinstance(table, Mapping):
         path = Path(table or os.environ.get(SETTINGS_FILE_VARIABLE, ""))
         if not path.name:
             raise ConfigError(
                 f"No settings: pass a table, or a TOML file, or name one in the variable {SETTINGS_FILE_VARIABLE}."
             )
-        place, table = str(path), _read_toml(path)
+        origin, table = str(path), _read_toml(path)
     fields = {"token": os.environ.get("POLAR_SERVER__TOKEN"), **table}
     if isinstance(fields.get("tasks"), str):
         fields["tasks"] = [fields["tasks"]]
     try:
-        found = BridgeSettings.model_validate(fields)
+        settings = BridgeSettings.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError(f"{place}: {validation_errors.format_validation_errors(error)}.") from error
-    if not found.tasks:
+        raise ConfigError(f"{origin}: {validation_errors.format_validation_errors(error)}.") from error
+    if not settings.tasks:
         raise ConfigError(
-            f"{place}: tasks: name the files or folders of tasks that rows of the trainer's data stand for."
+            f"{origin}: tasks: name the files or folders of tasks that rows of the trainer's data stand for."
         )
-    return found
+    return settings
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

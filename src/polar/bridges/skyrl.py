@@ -67,7 +67,7 @@ class Generator(AsyncBridge):
         sampling = _build_sampling(input_batch["sampling_params"] or {})
         prompts = list(_read_prompts(input_batch))
         groups = await gather_or_cancel(
-            self.rollouts.run_group(task, self._keys.next_key(step, task), samples=samples, sampling=sampling)
+            self.rollouts.run_group(task, self._keys.make_key(step, task), samples=samples, sampling=sampling)
             for _, task, samples in prompts
         )
         ran = [(uid, group) for (uid, _, _), group in zip(prompts, groups, strict=True)]
@@ -92,26 +92,26 @@ def _read_prompts(batch: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         yield uid, task, len(same)
 
 
-def _build_sampling(asked: Mapping[str, Any]) -> SamplingOverrides:
+def _build_sampling(params: Mapping[str, Any]) -> SamplingOverrides:
     """The trainer computes log-probabilities at its own temperature, so that is what has to be sampled with. How long
     a reply may be is for the harness and its task to say."""
-    return build_sampling_overrides(**{name: asked.get(name) for name in _SAMPLING_FIELDS})
+    return build_sampling_overrides(**{name: params.get(name) for name in _SAMPLING_FIELDS})
 
 
-def drop_prompts_without_reward(ran: list[tuple[str, SessionGroup]]) -> list[tuple[str, SessionGroup]]:
+def drop_prompts_without_reward(groups: list[tuple[str, SessionGroup]]) -> list[tuple[str, SessionGroup]]:
     """Those that an evaluation has rewards of: what failed by the platform is no reward of 0. SkyRL takes no batch
     without a row, so the first stays where nothing is left of any."""
-    kept = [(uid, group) for uid, group in ran if group.items]
-    if len(kept) < len(ran):
-        left_out: Counter[str] = sum((group.left_out for _, group in ran if not group.items), Counter())
+    groups_with_reward = [(uid, group) for uid, group in groups if group.items]
+    if len(groups_with_reward) < len(groups):
+        left_out: Counter[str] = sum((group.left_out for _, group in groups if not group.items), Counter())
         log.warning(
             "%d of %d prompts of this evaluation have no session with a reward (%s) and %s.",
-            len(ran) - len(kept),
-            len(ran),
+            len(groups) - len(groups_with_reward),
+            len(groups),
             ", ".join(f"{reason}: {count}" for reason, count in left_out.items()),
-            "count for no mean" if kept else "SkyRL must have one of them, which counts as 0",
+            "count for no mean" if groups_with_reward else "SkyRL must have one of them, which counts as 0",
         )
-    return kept or ran[:1]
+    return groups_with_reward or groups[:1]
 
 
 def build_lines(uid: str, group: SessionGroup) -> list[dict[str, Any]]:
@@ -226,8 +226,8 @@ def _make_scorer(dispatch: Any) -> Scorer:
         ids = torch.tensor([prompt + sampled] * dispatch.dp_size("policy"))  # a row for each rank
         batch = TrainingInputBatch({"sequences": ids, "attention_mask": torch.ones_like(ids)})
         batch.metadata = {"response_length": len(sampled)}
-        found: list[float] = dispatch.forward("policy", batch).loss_fn_outputs[0]["logprobs"]
-        return found[-len(sampled) :]
+        logprobs: list[float] = dispatch.forward("policy", batch).loss_fn_outputs[0]["logprobs"]
+        return logprobs[-len(sampled) :]
 
     return score
 
@@ -259,7 +259,7 @@ def check_config(cfg: Any) -> None:
     correction = algorithm.off_policy_correction
     rows = "goes by rows, so that sessions of several traces would count more"
     sampled_at = generator.sampling_params.temperature
-    wrong = {
+    requirements = {
         "generator.step_wise_trajectories=true": (
             not generator.step_wise_trajectories,
             "lets a session have several traces",
@@ -290,7 +290,7 @@ def check_config(cfg: Any) -> None:
             "is the task's `on_length` with Polar",
         ),
     }
-    for setting, (is_wrong, why) in wrong.items():
+    for setting, (is_wrong, why) in requirements.items():
         if is_wrong:
             raise ConfigError(f"Set {setting}: {setting.partition('=')[0]} {why}.")
 

@@ -77,11 +77,11 @@ _UNSUPPORTED_OPTIONS = {
 
 
 class NothingToTrainError(PolarError):
-    """Group after group came back without a session that can be trained on."""
+    """Too many groups had no session that can be trained on."""
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """What `--rollout-function-path` names; also for evaluation. Raises ConfigError, ClientError,
+    """The function for `--rollout-function-path`, also used for evaluation. Raises ConfigError, ClientError,
     NothingToTrainError."""
     run = _get_run(args)
     types = import_module(f"{_find_trainer_package()}.rollout.base_types")
@@ -93,8 +93,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def normalize_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
-    """What `--custom-reward-post-process-path` names: raw rewards, and those that become advantages. A group's mean and
-    deviation are over its sessions, however many samples each has."""
+    """The function for `--custom-reward-post-process-path`: raw rewards, and rewards that become advantages. A group's
+    mean and deviation are over its sessions, however many samples each has."""
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     rewards = [0.0 if sample.remove_sample else reward for sample, reward in zip(samples, raw, strict=True)]
     if args.advantage_estimator in _GROUP_RELATIVE_ESTIMATORS and args.rewards_normalization:
@@ -116,7 +116,7 @@ def normalize_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[
 
 
 def close() -> None:
-    """Ends this process's bridge. Groups on their way run on, and are found when they are asked for again."""
+    """Closes this process's bridge. Groups in flight keep running and are returned when requested again."""
     global _current_run
     with _lock:
         run, _current_run = _current_run, None
@@ -125,16 +125,16 @@ def close() -> None:
 
 
 class _InFlightGroup(Struct):
-    """A group on its way."""
+    """A group in flight."""
 
     task: str
     samples: list[Any]  # the trainer's samples, one for each session
-    tries: int
+    attempt: int
     group: asyncio.Future[SessionGroup]
 
 
 class SlimeBridge(TrainerBridge):
-    """What one training run has on its way. All of it happens in the bridge's loop."""
+    """The groups in flight of one training run. Its coroutines run in the bridge's loop."""
 
     def __init__(self, args: Any) -> None:
         for name, why in _UNSUPPORTED_OPTIONS.items():
@@ -150,221 +150,232 @@ class SlimeBridge(TrainerBridge):
         super().__init__(BlockingBridge(getattr(args, "polar", None)))
         self.lag = self.rollouts.settings.max_lag
         self.in_flight: list[_InFlightGroup] = []
-        self.newest_rollout_id: int | None = None  # the rollout that was asked for last
+        self.newest_rollout_id: int | None = None  # the last requested rollout
 
     async def collect_rollout(self, rollout_id: int, source: Any) -> tuple[list[list[list[Any]]], dict[str, float]]:
-        """Samples by group and session."""
-        wanted = int(self.args.rollout_batch_size)
+        """Collects a rollout's samples, by group and session, and its metrics."""
+        group_count = int(self.args.rollout_batch_size)
         await self._attach_engines(rollout_id)
         if self.newest_rollout_id is None:
             self._restore_in_flight(source)
         self.newest_rollout_id = rollout_id
         kept: list[tuple[_InFlightGroup, list[list[Any]]]] = []
         counts: Counter[str] = Counter()
-        while len(kept) < wanted:
-            self._fill_in_flight(source, wanted * (1 + (self.lag or 0)) - len(kept))
-            for flight in await self._wait_for_groups(wanted - len(kept)):
+        while len(kept) < group_count:
+            self._fill_in_flight(source, group_count * (1 + (self.lag or 0)) - len(kept))
+            for flight in await self._wait_for_groups(group_count - len(kept)):
                 items, left_out = self._drop_stale_sessions(flight.group.result(), rollout_id)
                 check_temperature(items, self.args.rollout_temperature)
-                counts.update({f"polar/left_out/{reason}": number for reason, number in left_out.items()})
+                counts.update({f"polar/left_out/{reason}": count for reason, count in left_out.items()})
                 if not items:
                     self._retry_group(flight, counts)
-                elif self._passes_filter(made := build_samples(self.args, flight.samples, items)):
-                    kept.append((flight, made))
+                elif self._passes_filter(group_samples := build_samples(self.args, flight.samples, items)):
+                    kept.append((flight, group_samples))
                     counts["polar/sessions"] += len(items)
                 else:
                     counts["polar/groups_filtered"] += 1
         self._save_in_flight(source)
         await self.engines.freeze("drain")
-        kept.sort(key=lambda one: int(one[0].samples[0].index))
-        samples = [made for _, made in kept]
-        return pad_to_ranks(self.args, samples), {name: float(number) for name, number in counts.items()}
+        kept.sort(key=lambda flight_and_samples: int(flight_and_samples[0].samples[0].index))
+        samples = [group_samples for _, group_samples in kept]
+        return pad_to_ranks(self.args, samples), {name: float(count) for name, count in counts.items()}
 
     async def evaluate(self, rollout_id: int) -> tuple[dict[str, dict[str, list[Any]]], dict[str, float]]:
-        """Each session of the sets of `--eval-prompt-data` once, as its last sample. Sessions without a reward are left
-        out, and counted. A set is asked for by the version of the weights: a `rollout_id` may come twice, before and
-        after it was trained on."""
+        """Evaluates the datasets of `--eval-prompt-data`; each session counts once, as its last sample. Sessions
+        without a reward are left out and counted. Keys contain the weights' version, because a `rollout_id` may occur
+        twice, before and after it was trained on."""
         version = rollout_id if self.newest_rollout_id is None else self.newest_rollout_id + 1
         await self._attach_engines(version)
         data: dict[str, dict[str, list[Any]]] = {}
         counts: Counter[str] = Counter()
-        for named in self.args.eval_datasets or []:
-            given = list(_load_eval_samples(named))
-            tasks = [self._find_task_id(sample) for sample in given]
-            sampling = build_sampling_overrides(temperature=named.temperature, top_p=named.top_p, top_k=named.top_k)
+        for dataset in self.args.eval_datasets or []:
+            templates = list(_load_eval_samples(dataset))
+            tasks = [self._find_task_id(sample) for sample in templates]
+            sampling = build_sampling_overrides(
+                temperature=dataset.temperature, top_p=dataset.top_p, top_k=dataset.top_k
+            )
             groups = await gather_or_cancel(
                 self.rollouts.run_group(
                     task,
-                    f"eval-{version}/{named.name}.{place}",
-                    samples=named.n_samples_per_eval_prompt,
+                    f"eval-{version}/{dataset.name}.{index}",
+                    samples=dataset.n_samples_per_eval_prompt,
                     sampling=sampling,
                 )
-                for place, task in enumerate(tasks)
+                for index, task in enumerate(tasks)
             )
             last = []
-            for sample, group in zip(given, groups, strict=True):
-                places = [sample] * len(group.items)
-                last += [made[-1] for made in (build_samples(self.args, places, group.items) if places else [])]
-                counts.update({f"eval/{named.name}/left_out/{why}": number for why, number in group.left_out.items()})
+            for sample, group in zip(templates, groups, strict=True):
+                session_templates = [sample] * len(group.items)
+                last += [
+                    session_samples[-1]
+                    for session_samples in (
+                        build_samples(self.args, session_templates, group.items) if session_templates else []
+                    )
+                ]
+                counts.update(
+                    {f"eval/{dataset.name}/left_out/{reason}": count for reason, count in group.left_out.items()}
+                )
             if not last:
-                raise NothingToTrainError(f"No session of the set {named.name!r} has a reward: {dict(counts)}.")
+                raise NothingToTrainError(f"No session of the set {dataset.name!r} has a reward: {dict(counts)}.")
             truncated = [sample.status.value == "truncated" for sample in last]
             rewards = [sample.metadata["reward"] for sample in last]
-            data[named.name] = {"rewards": rewards, "truncated": truncated, "samples": last}
-        return data, {name: float(number) for name, number in counts.items()}
+            data[dataset.name] = {"rewards": rewards, "truncated": truncated, "samples": last}
+        return data, {name: float(count) for name, count in counts.items()}
 
     async def _attach_engines(self, version: int) -> None:
-        """The trainer's engines are Polar's, and go on with the weights that they have now."""
+        """Attaches the trainer's engines with their current weights and resumes generation."""
         if getattr(self.args, "sglang_router_ip", None):
             await self.engines.attach(await _list_engine_urls(self.args), version)
         else:
             await self.engines.finish_update(version)
 
-    def _fill_in_flight(self, source: Any, number: int) -> None:
-        """So many groups are on their way."""
-        while len(self.in_flight) < number:
-            (given,) = source.get_samples(1)
-            if any(sample.group_index is None or sample.index is None for sample in given):
+    def _fill_in_flight(self, source: Any, group_count: int) -> None:
+        """Launches groups until `group_count` are in flight."""
+        while len(self.in_flight) < group_count:
+            (samples,) = source.get_samples(1)
+            if any(sample.group_index is None or sample.index is None for sample in samples):
                 raise ConfigError(
                     "The data source numbers neither groups nor samples: sessions are found by these numbers."
                 )
-            self._launch_group(self._find_task_id(given[0]), given)
+            self._launch_group(self._find_task_id(samples[0]), samples)
 
-    def _launch_group(self, task: str, given: list[Any], tries: int = 0) -> None:
-        key = str(given[0].group_index) + (f".{tries}" if tries else "")
+    def _launch_group(self, task: str, samples: list[Any], attempt: int = 0) -> None:
+        key = str(samples[0].group_index) + (f".{attempt}" if attempt else "")
         args = self.args
         sampling = build_sampling_overrides(
             temperature=args.rollout_temperature, top_p=args.rollout_top_p, top_k=args.rollout_top_k
         )
-        work = self.rollouts.run_group(task, key, samples=len(given), sampling=sampling)
-        self.in_flight.append(_InFlightGroup(task, given, tries, asyncio.ensure_future(work)))
+        work = self.rollouts.run_group(task, key, samples=len(samples), sampling=sampling)
+        self.in_flight.append(_InFlightGroup(task, samples, attempt, asyncio.ensure_future(work)))
 
     async def _wait_for_groups(self, max_groups: int) -> list[_InFlightGroup]:
-        """At least one that has come back."""
+        """Waits for at least one finished group and removes up to `max_groups` from those in flight."""
         await asyncio.wait([flight.group for flight in self.in_flight], return_when=asyncio.FIRST_COMPLETED)
-        found = [flight for flight in self.in_flight if flight.group.done()][:max_groups]
-        for flight in found:
+        finished = [flight for flight in self.in_flight if flight.group.done()][:max_groups]
+        for flight in finished:
             self.in_flight.remove(flight)
-        return found
+        return finished
 
     def _drop_stale_sessions(self, group: SessionGroup, rollout_id: int) -> tuple[list[SessionItem], Counter[str]]:
-        """Of a group that may have waited for its turn."""
+        """The group's sessions that are not stale by now, and the counts of those left out."""
         left_out = Counter(group.left_out)
         items = []
         for item in group.items:
-            first = min(
+            oldest_version = min(
                 (version for trace in item.trajectory.traces for version in list_version_runs(trace)), default=None
             )
-            if self.lag is not None and first is not None and rollout_id - first > self.lag:
+            if self.lag is not None and oldest_version is not None and rollout_id - oldest_version > self.lag:
                 left_out["stale"] += 1
             else:
                 items.append(item)
         return items, left_out
 
     def _retry_group(self, flight: _InFlightGroup, counts: Counter[str]) -> None:
-        if flight.tries + 1 < _MAX_GROUP_ATTEMPTS:
+        if flight.attempt + 1 < _MAX_GROUP_ATTEMPTS:
             counts["polar/groups_again"] += 1
-            self._launch_group(flight.task, flight.samples, flight.tries + 1)
+            self._launch_group(flight.task, flight.samples, flight.attempt + 1)
             return
         counts["polar/groups_given_up"] += 1
         if counts["polar/groups_given_up"] >= max(2, self.args.rollout_batch_size):
-            reasons = {name.rpartition("/")[2]: number for name, number in counts.items() if "left_out" in name}
+            reasons = {name.rpartition("/")[2]: count for name, count in counts.items() if "left_out" in name}
             raise NothingToTrainError(
                 f"{counts['polar/groups_given_up']} groups of this rollout had no session to train on, though each was "
                 f"asked for {_MAX_GROUP_ATTEMPTS} times ({reasons}): look at their sessions (`polar show`)."
             )
 
     def _passes_filter(self, sessions: list[list[Any]]) -> bool:
-        """As --dynamic-sampling-filter-path says."""
+        """Applies the filter of --dynamic-sampling-filter-path."""
         path = getattr(self.args, "dynamic_sampling_filter_path", None)
         if path is None:
             return True
         module, _, name = path.rpartition(".")
-        found = getattr(import_module(module), name)(self.args, [sample for session in sessions for sample in session])
-        return bool(getattr(found, "keep", found))
+        decision = getattr(import_module(module), name)(
+            self.args, [sample for session in sessions for sample in session]
+        )
+        return bool(getattr(decision, "keep", decision))
 
     def _find_task_id(self, sample: Any) -> str:
         return find_task_id(sample, self.rollouts.tasks)
 
     def _save_in_flight(self, source: Any) -> None:
         if hasattr(source, "update_metadata"):
-            flights = [[flight.tries, [sample.to_dict() for sample in flight.samples]] for flight in self.in_flight]
+            flights = [[flight.attempt, [sample.to_dict() for sample in flight.samples]] for flight in self.in_flight]
             source.update_metadata({_IN_FLIGHT_METADATA_KEY: flights})
 
     def _restore_in_flight(self, source: Any) -> None:
-        """Groups that an earlier process had taken from the data, and had on their way when it was saved."""
+        """Relaunches groups that an earlier process had in flight when its data source was saved."""
         if hasattr(source, "get_metadata"):
-            kind = import_module(f"{_find_trainer_package()}.utils.types").Sample
-            for tries, fields in source.get_metadata().get(_IN_FLIGHT_METADATA_KEY, []):
-                given = [kind.from_dict(one) for one in fields]
-                self._launch_group(self._find_task_id(given[0]), given, tries)
+            sample_class = import_module(f"{_find_trainer_package()}.utils.types").Sample
+            for attempt, fields in source.get_metadata().get(_IN_FLIGHT_METADATA_KEY, []):
+                samples = [sample_class.from_dict(sample_fields) for sample_fields in fields]
+                self._launch_group(self._find_task_id(samples[0]), samples, attempt)
 
 
 def find_task_id(sample: Any, tasks: Mapping[str, Any]) -> str:
-    """The task that a sample of the trainer's data names. Raises ConfigError."""
+    """The task that a sample of the trainer's data refers to. Raises ConfigError."""
     candidates = [(sample.metadata or {}).get("task_id"), sample.label, sample.prompt]
     for name in candidates:
         if isinstance(name, str) and name in tasks:
             return name
-    some = ", ".join(sorted(tasks)[:3])
+    examples = ", ".join(sorted(tasks)[:3])
     raise ConfigError(
         f"A row of the trainer's data names no task: neither metadata['task_id'], nor its label, nor its prompt is one "
-        f"({candidates}); tasks are {some}, for example."
+        f"({candidates}); tasks are {examples}, for example."
     )
 
 
-def _load_eval_samples(named: Any) -> Iterator[Any]:
-    """Samples of a set to evaluate on."""
-    name = _find_trainer_package()
-    read = import_module(f"{name}.utils.data").read_file
-    kind = import_module(f"{name}.utils.types").Sample
-    for index, row in enumerate(read(named.path)):
-        label = row.get(named.label_key) if named.label_key else None
-        metadata = row.get(named.metadata_key) if named.metadata_key else None
-        yield kind(index=index, prompt=row.get(named.input_key, ""), label=label, metadata=metadata or {})
+def _load_eval_samples(dataset: Any) -> Iterator[Any]:
+    """Reads the samples of an evaluation dataset."""
+    package = _find_trainer_package()
+    read_file = import_module(f"{package}.utils.data").read_file
+    sample_class = import_module(f"{package}.utils.types").Sample
+    for index, row in enumerate(read_file(dataset.path)):
+        label = row.get(dataset.label_key) if dataset.label_key else None
+        metadata = row.get(dataset.metadata_key) if dataset.metadata_key else None
+        yield sample_class(index=index, prompt=row.get(dataset.input_key, ""), label=label, metadata=metadata or {})
 
 
-# Sessions as `Sample`s: what the exporter writes, in the places that the trainer gave
+# Sessions as `Sample`s: the exporter's rows, in the trainer's samples
 
 
 def build_samples(args: Any, templates: Sequence[Any], items: Sequence[SessionItem]) -> list[list[Any]]:
-    """By session; `given` are the trainer's samples, one for each session that was asked for. Where there are fewer
-    sessions than that, samples that train nothing stand in: trainers count rollouts."""
-    made = [_build_session_samples(args, place, item) for place, item in zip(templates, items, strict=False)]
-    shortest = min((one for session in made for one in session), key=lambda one: len(one.tokens))
-    mean = fmean(session[0].metadata["reward"] for session in made)  # what is logged of the group stays as it is
-    for place in templates[len(items) :]:
+    """Builds samples by session. `templates` are the trainer's samples, one for each requested session. Missing
+    sessions are filled with samples that train nothing, since trainers count rollouts."""
+    sessions = [_build_session_samples(args, template, item) for template, item in zip(templates, items, strict=False)]
+    shortest = min((sample for session in sessions for sample in session), key=lambda sample: len(sample.tokens))
+    mean_reward = fmean(session[0].metadata["reward"] for session in sessions)  # keeps the group's logged mean
+    for template in templates[len(items) :]:
         absent = _copy_without_loss(shortest)
-        absent.index = absent.rollout_id = place.index
-        absent.reward = _format_reward(args, mean)
+        absent.index = absent.rollout_id = template.index
+        absent.reward = _format_reward(args, mean_reward)
         absent.status = type(absent).Status("failed")
-        absent.metadata = {**(place.metadata or {}), "session_id": f"absent-{place.index}", "reward": mean}
-        made.append([absent])
-    return made
+        absent.metadata = {**(template.metadata or {}), "session_id": f"absent-{template.index}", "reward": mean_reward}
+        sessions.append([absent])
+    return sessions
 
 
 def _build_session_samples(args: Any, template: Any, item: SessionItem) -> list[Any]:
-    made = [_build_sample(args, template, row) for row in SlimeExporter().build_lines(item)]
+    samples = [_build_sample(args, template, row) for row in SlimeExporter().build_lines(item)]
     if getattr(args, "use_rollout_routing_replay", False):
-        for sample, trace in zip(made, item.trajectory.traces, strict=True):
+        for sample, trace in zip(samples, item.trajectory.traces, strict=True):
             sample.rollout_routed_experts = require_experts(trace).astype(np.int32)
-    return made
+    return samples
 
 
 def pad_to_ranks(args: Any, groups: list[list[list[Any]]]) -> list[list[list[Any]]]:
-    """Trainers that don't know of rollouts cut off what does not divide among their ranks: rows that train nothing are
-    added so that nothing is."""
+    """Adds rows that train nothing until the rows divide among the ranks. Trainers without rollout ids would drop the
+    remainder."""
     rows = [sample for group in groups for session in group for sample in session]
     if divides_by_rollout(rows[0]):
         return groups
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    shortest = min(rows, key=lambda one: len(one.tokens))
+    shortest = min(rows, key=lambda row: len(row.tokens))
     groups[-1][-1] += [_copy_without_loss(shortest) for _ in range(-len(rows) % ranks)]
     return groups
 
 
 def divides_by_rollout(sample: Any) -> bool:
-    """Whether the trainer divides by the mask sum of whole rollouts: then samples have a field that says of which."""
+    """Whether the trainer divides by the mask sum of whole rollouts: then samples have a rollout id."""
     return "rollout_id" in type(sample).__dataclass_fields__
 
 
@@ -373,8 +384,8 @@ def get_session_id(sample: Any) -> str:
 
 
 def compute_session_shares(args: Any, samples: Sequence[Any]) -> list[float]:
-    """What makes a session count once where the trainer takes the mean over samples: a sample's part of its session's
-    tokens, times samples a session. 1 where the trainer does it by itself, or counts tokens."""
+    """Factors that make each session count once if the trainer averages over samples: a sample's share of its session's
+    tokens, times the samples per session. All 1 if the trainer divides by rollout or by tokens."""
     if divides_by_rollout(samples[0]) or args.calculate_per_token_loss:
         return [1.0] * len(samples)
     totals: dict[str, int] = {}
@@ -387,8 +398,11 @@ def compute_session_shares(args: Any, samples: Sequence[Any]) -> list[float]:
             "Sessions have several samples, and this trainer would cut some of them off: set "
             "--use-dynamic-global-batch-size."
         )
-    many = len(samples) / len(totals)
-    return [many * _count_trained_tokens(sample) / max(totals[get_session_id(sample)], 1) for sample in samples]
+    samples_per_session = len(samples) / len(totals)
+    return [
+        samples_per_session * _count_trained_tokens(sample) / max(totals[get_session_id(sample)], 1)
+        for sample in samples
+    ]
 
 
 def _count_trained_tokens(sample: Any) -> int:
@@ -396,7 +410,7 @@ def _count_trained_tokens(sample: Any) -> int:
 
 
 def _build_sample(args: Any, template: Any, row: dict[str, Any]) -> Any:
-    kind = type(template)
+    sample_class = type(template)
     index = row["rollout_id"] if template.index is None else template.index
     fields = {
         **row,
@@ -408,9 +422,12 @@ def _build_sample(args: Any, template: Any, row: dict[str, Any]) -> Any:
         "reward": _format_reward(args, row["reward"]),
         "metadata": {**(template.metadata or {}), **row["metadata"]},
     }
-    if str(kind.__dataclass_fields__["weight_versions"].type).removeprefix("typing.") not in ("list[str]", "List[str]"):
-        del fields["weight_versions"]  # they are of another kind there; those of each token are in the metadata
-    return kind.from_dict(fields)
+    if str(sample_class.__dataclass_fields__["weight_versions"].type).removeprefix("typing.") not in (
+        "list[str]",
+        "List[str]",
+    ):
+        del fields["weight_versions"]  # of another type in this trainer; each token's are in the metadata
+    return sample_class.from_dict(fields)
 
 
 def _format_reward(args: Any, value: float) -> float | dict[str, float]:
@@ -428,26 +445,26 @@ def _copy_without_loss(sample: Any) -> Any:
 
 
 async def _list_engine_urls(args: Any) -> list[str]:
-    """The engines behind the trainer's router: Polar keeps a session at one engine by itself. Engines that share the
-    work of one call (prefill and decode) are reached through the router alone."""
+    """The addresses of the engines behind the trainer's router, since Polar itself keeps a session on one engine. With
+    separate prefill and decode engines, the address of the router."""
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     async with aiohttp.ClientSession() as http:
         try:
-            async with http.get(f"{router}/workers") as answer:
-                if answer.status != 404:
-                    answer.raise_for_status()
-                    workers = (await answer.json())["workers"]
-                    whole = all(worker.get("worker_type", "regular") == "regular" for worker in workers)
-                    return [worker["url"] for worker in workers] if whole else [router]
-            async with http.get(f"{router}/list_workers") as answer:  # routers up to 0.2.1
-                answer.raise_for_status()
-                return list((await answer.json())["urls"])
+            async with http.get(f"{router}/workers") as response:
+                if response.status != 404:
+                    response.raise_for_status()
+                    workers = (await response.json())["workers"]
+                    are_regular = all(worker.get("worker_type", "regular") == "regular" for worker in workers)
+                    return [worker["url"] for worker in workers] if are_regular else [router]
+            async with http.get(f"{router}/list_workers") as response:  # routers up to 0.2.1
+                response.raise_for_status()
+                return list((await response.json())["urls"])
         except aiohttp.ClientError as error:
-            raise ConfigError(f"The trainer's router at {router} does not tell its engines: {error}.") from error
+            raise ConfigError(f"The trainer's router at {router} does not list its engines: {error}.") from error
 
 
 def _find_trainer_package() -> str:
-    """Whose process this is."""
+    """Which trainer runs in this process."""
     for name in ("slime", "miles"):
         if f"{name}.utils.types" in sys.modules:
             return name
@@ -464,7 +481,7 @@ def _get_run(args: Any) -> SlimeBridge:
 
 _lock = threading.Lock()
 _current_run: SlimeBridge | None = None
-"""One for a process: a trainer's rollout function is called by name, and keeps nothing between calls."""
+"""One per process: the trainer calls its rollout function by name, which keeps no state between calls."""
 
 atexit.register(close)
 

@@ -37,7 +37,7 @@ from polar.export.tinker import to_datum
 
 
 class Batch(Struct):
-    """What a step trains on."""
+    """The training data of a step."""
 
     datums: list[Any]
     rewards: list[float]  # of all sessions
@@ -47,18 +47,19 @@ class Batch(Struct):
 class Tinker(BlockingBridge):
     """Use as a context manager, or close it."""
 
-    _begun = False
+    _has_resumed = False
 
     def batch(self, tasks: Iterable[str], step: int, *, samples: int | None = None, per_token: bool = False) -> Batch:
-        """Groups of these tasks at this step; asked again, the same sessions. Raises ConfigError, ClientError."""
-        if not self._begun:
+        """Runs groups of these tasks at this step, or returns the same sessions again. Raises ConfigError,
+        ClientError."""
+        if not self._has_resumed:
             self.run(self.engines.resume_if_paused())
-            self._begun = True
+            self._has_resumed = True
         return build_batch(self.run_groups(tasks, f"step-{step}", samples=samples), per_token=per_token)
 
 
 def build_batch(groups: Sequence[SessionGroup], *, per_token: bool = False) -> Batch:
-    """Of groups that are there already."""
+    """Builds a batch from finished groups."""
     left_out: Counter[str] = Counter()
     for group in groups:
         left_out.update(group.left_out)

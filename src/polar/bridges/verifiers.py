@@ -35,25 +35,26 @@ from polar.records.result import SessionResult, TraceResult
 from polar.records.trajectory import Trace
 
 ChatMessage = Mapping[str, Any]
-"""As OpenAI's chat API spells it."""
+"""A message in OpenAI's chat format."""
 
 
-class Plugin(NamedTuple):
-    """verifiers' classes, in the order of what they are found by."""
+class VerifiersClasses(NamedTuple):
+    """The classes that verifiers looks for in a plug-in module."""
 
     taskset: type
     env: type
     harness: type
 
 
-def plugin(source: SettingsSource = None) -> Plugin:
-    """`source` as `polar.bridges.settings` takes it. Raises ConfigError."""
+def plugin(source: SettingsSource = None) -> VerifiersClasses:
+    """Creates verifiers' classes for Polar's sessions. `source` is as in `polar.bridges.settings`. Raises
+    ConfigError."""
     import verifiers.v1 as vf
     from verifiers.v1.graph import MessageNode
     from verifiers.v1.trace import ModelCall
 
-    known = load_settings(source)
-    serving: ContextVar[AsyncBridge] = ContextVar("serving")  # of the environment that an episode is of
+    settings = load_settings(source)
+    serving_bridge: ContextVar[AsyncBridge] = ContextVar("serving")  # the bridge of the current episode's environment
 
     class PolarTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         @property
@@ -66,7 +67,7 @@ def plugin(source: SettingsSource = None) -> Plugin:
 
     class PolarTaskset(vf.Taskset[PolarTask, vf.TasksetConfig]):
         def load(self) -> Iterator[PolarTask]:
-            for task in load_tasks(known.tasks, run=known.run):
+            for task in load_tasks(settings.tasks, run=settings.run):
                 yield PolarTask(vf.TaskData(id=task.task_id, prompt=task.instruction), self.config.task)
 
     class PolarEnvConfig(vf.EnvConfig):
@@ -77,11 +78,11 @@ def plugin(source: SettingsSource = None) -> Plugin:
 
         async def run(self, task: Any, agents: Any) -> None:
             assert self._bridge is not None
-            serving.set(self._bridge)
+            serving_bridge.set(self._bridge)
             await agents.agent.run(task)
 
         async def start(self) -> None:
-            self._bridge = AsyncBridge(known)
+            self._bridge = AsyncBridge(settings)
 
         async def stop(self) -> None:
             bridge, self._bridge = self._bridge, None
@@ -97,7 +98,7 @@ def plugin(source: SettingsSource = None) -> Plugin:
             self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
         ) -> Any:
             del runtime, endpoint, secret, mcp_urls  # Polar has its own
-            if (bridge := serving.get(None)) is None:
+            if (bridge := serving_bridge.get(None)) is None:
                 raise vf.HarnessError("Polar's harness runs in Polar's environment only: name no other `env`.")
             sampling = _build_sampling(ctx.sampling)
             group = await bridge.rollouts.run_group(data.id, trace.id, samples=1, sampling=sampling)
@@ -105,23 +106,23 @@ def plugin(source: SettingsSource = None) -> Plugin:
                 reason = next(iter(group.left_out), "no_results")  # a task that was cancelled may have none
                 raise vf.HarnessError(f"Polar's session {group.name} can't be trained on: {reason}.")
             (item,), (result,) = group.items, group.results
-            for place, node in enumerate(build_nodes(item, result)):
+            for node_index, node in enumerate(build_nodes(item, result)):
                 trace.nodes.append(MessageNode.model_validate(node))
                 if call := node.get("call"):
-                    trace.calls.append(ModelCall(node=place, model=ctx.model, **call))
+                    trace.calls.append(ModelCall(node=node_index, model=ctx.model, **call))
             trace.info["polar"] = build_info(item)
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
-    return Plugin(PolarTaskset, PolarEnv, PolarHarness)
+    return VerifiersClasses(PolarTaskset, PolarEnv, PolarHarness)
 
 
 def build_nodes(item: SessionItem, result: SessionResult) -> list[dict[str, Any]]:
     """A session as the fields of verifiers' message nodes: a chain from a root of its own for each trace. Those that
     were sampled have a `call` besides, as the fields of its model calls."""
-    made: list[dict[str, Any]] = []
-    for trace, recorded in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
-        made += _build_chain(trace, recorded, first=len(made))
-    return made
+    nodes: list[dict[str, Any]] = []
+    for trace, trace_result in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
+        nodes += _build_chain(trace, trace_result, first=len(nodes))
+    return nodes
 
 
 def build_info(item: SessionItem) -> dict[str, Any]:
@@ -205,5 +206,5 @@ def _to_content(content: str | Sequence[Mapping[str, Any]] | None) -> Any:
     return [part for part in content if part.get("type") in ("text", "image_url")]
 
 
-def _build_sampling(asked: Any) -> SamplingOverrides:
-    return SamplingOverrides(temperature=asked.temperature, top_p=asked.top_p, max_tokens=asked.max_tokens)
+def _build_sampling(params: Any) -> SamplingOverrides:
+    return SamplingOverrides(temperature=params.temperature, top_p=params.top_p, max_tokens=params.max_tokens)

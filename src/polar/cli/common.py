@@ -84,7 +84,7 @@ def load_private_settings(
     """Loads the settings for a private gateway: on a free port, with the engine that the command line names."""
     engine: dict[str, Any] = {}
     if engine_url:
-        engine = config.engine_settings_at(engine_url, load_settings(path).engine)
+        engine = config.build_engine_settings_at(engine_url, load_settings(path).engine)
     if kind:
         engine["kind"] = kind
     return load_settings(path, gateway=config.PRIVATE_GATEWAY, engine=engine, **overrides)

@@ -22,7 +22,7 @@ from polar.config import Settings
 from polar.errors import ConfigError
 from polar.export.base import Exporter, FolderExporter
 from polar.export.pipeline import Builder, ExportTally, Selection, export, select_items
-from polar.plugins import load, names
+from polar.plugins import list_names, load
 from polar.records.result import SuspiciousFilter
 from polar.records.spans import ExchangeRole
 from polar.store import open_store
@@ -130,8 +130,8 @@ def _load_builder(name: str | None, exporter: Exporter) -> Builder:
     elif name == "prefix_tree":
         raise ConfigError(f"prefix_tree builds no traces, and {exporter.name} needs them: use --format tree.")
     name = name or _DEFAULT_BUILDER
-    if name not in names("builders"):
-        raise ConfigError(f"Unknown builder {name!r}. Available: {', '.join(names('builders'))}.")
+    if name not in list_names("builders"):
+        raise ConfigError(f"Unknown builder {name!r}. Available: {', '.join(list_names('builders'))}.")
     build: Builder = load("builders", name)
     return build
 

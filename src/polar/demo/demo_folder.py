@@ -16,7 +16,7 @@ from polar.demo import tasks
 from polar.demo.questions import make_questions
 from polar.train.settings import TrainSettings, load_settings
 
-_CONTEXT_TOKENS = 512  # tokens: a session has some 150
+_CONTEXT_TOKENS = 512  # a session has about 150
 _HARNESS_CONTEXT_TOKENS = 32768
 
 _SETTINGS_FILE = "train.toml"
@@ -62,26 +62,26 @@ run_workers = 12
 
 class DemoOptions(Struct, frozen=True):
     model: Path
-    trained_layers: int  # that are trained
+    trained_layers: int  # the last ones of the model
     seed: int = 0
     steps: int = 14
-    groups: int = 4  # in a step
-    sessions: int = 8  # in a group
+    groups: int = 4  # per step
+    sessions: int = 8  # per group
     held_out: int = 64
     harness: str | None = None
 
 
 def load_existing(folder: Path) -> TrainSettings | None:
-    """The settings of the demo that was begun in a folder, if one was: it goes on. Raises ConfigError."""
+    """The settings of a demo that was started in this folder, or None. Raises ConfigError."""
     settings = folder / _SETTINGS_FILE
     return load_settings(settings) if settings.exists() else None
 
 
 def create_demo_folder(folder: Path, options: DemoOptions) -> TrainSettings:
-    """Raises ConfigError."""
+    """Writes tasks and settings of a new demo. Raises ConfigError."""
     settings = folder / _SETTINGS_FILE
-    asked = make_questions(train=options.steps * options.groups, held_out=options.held_out, seed=options.seed)
-    tasks.write_tasks(folder, asked, 1, options.harness)
+    questions = make_questions(train=options.steps * options.groups, held_out=options.held_out, seed=options.seed)
+    tasks.write_tasks(folder, questions, 1, options.harness)
     written = _SETTINGS_TEMPLATE.substitute(
         seed=options.seed,
         steps=options.steps,

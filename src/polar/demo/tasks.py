@@ -16,7 +16,7 @@ from typing import Any
 from polar.demo.questions import Question, Questions, make_questions
 from polar.errors import ConfigError
 
-_TIMEOUT_SECONDS = 300.0  # seconds of a session: generous, since many of them share a laptop's cores
+_TIMEOUT_SECONDS = 300.0  # generous, since many sessions share a laptop's cores
 
 _HARNESS_INSTRUCTION = """\
 The file book.txt has a line for each name. {question} If its line says to see another name, go on with that one's. \
@@ -25,9 +25,9 @@ Write the number, and nothing else, to the file answer.txt.\
 
 
 def find_agent_file() -> Path:
-    """examples/lookup/agent.py: of a checkout, or as an installed package holds it."""
-    here = Path(__file__)
-    for path in (here.with_name("agent.py"), here.parents[3] / "examples" / "lookup" / "agent.py"):
+    """Finds examples/lookup/agent.py in a checkout or in the installed package."""
+    folder = Path(__file__)
+    for path in (folder.with_name("agent.py"), folder.parents[3] / "examples" / "lookup" / "agent.py"):
         if path.exists():
             return path
     raise ConfigError(
@@ -36,9 +36,9 @@ def find_agent_file() -> Path:
 
 
 def make_task(question: Question, lookups: int, harness: str | None = None, options: str = "") -> dict[str, Any]:
-    """For the agent of the demo, perhaps with options of its own, or for another harness."""
+    """A task for the demo's agent, with extra `options` for its command, or for another harness."""
     book = {"type": "upload_file", "content": question.book_text, "target": "book.txt"}
-    written: dict[str, Any] = {
+    task: dict[str, Any] = {
         "task_id": question.name.lower(),
         "timeout_seconds": _TIMEOUT_SECONDS,
         "evaluator": {
@@ -48,14 +48,14 @@ def make_task(question: Question, lookups: int, harness: str | None = None, opti
     }
     if harness is not None:
         instruction = _HARNESS_INSTRUCTION.format(question=question.text)
-        return written | {
+        return task | {
             "instruction": instruction,
             "runtime": {"backend": "local", "prepare": [book]},
             "agent": {"harness": harness},
         }
     command = f"{shlex.quote(sys.executable)} -P agent.py --lookups {lookups} {options} {{{{INSTRUCTION}}}}"
     agent = {"type": "upload_file", "source": str(find_agent_file()), "target": "agent.py"}
-    return written | {
+    return task | {
         "instruction": question.text,
         "runtime": {"backend": "local", "prepare": [agent, book]},
         "agent": {"custom_shell": {"command": command}},
@@ -66,8 +66,8 @@ def write_tasks(
     folder: Path, questions_by_split: Questions, hops: int, harness: str | None = None, options: str = ""
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, some in (("train", questions_by_split.train), ("held-out", questions_by_split.held_out)):
-        lines = [json.dumps(make_task(question, hops, harness, options)) + "\n" for question in some]
+    for name, questions in (("train", questions_by_split.train), ("held-out", questions_by_split.held_out)):
+        lines = [json.dumps(make_task(question, hops, harness, options)) + "\n" for question in questions]
         (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
@@ -80,11 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=32, help="questions [32]")
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     parser.add_argument("--harness", help="that answers [the agent of examples/lookup]")
-    wanted = parser.parse_args(arguments)
-    asked = make_questions(
-        train=wanted.train, held_out=wanted.held_out, seed=wanted.seed, hops=wanted.hops, digits=wanted.digits
+    options = parser.parse_args(arguments)
+    questions = make_questions(
+        train=options.train,
+        held_out=options.held_out,
+        seed=options.seed,
+        hops=options.hops,
+        digits=options.digits,
     )
-    write_tasks(wanted.folder, asked, wanted.hops, wanted.harness)
+    write_tasks(options.folder, questions, options.hops, options.harness)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from polar.folders import user_cache_folder
+from polar.folders import get_user_cache_folder
 from polar.harnesses.base import Harness
 from polar.runtimes.base import Mount
 
@@ -58,7 +58,7 @@ def find_cache_folder(settings_value: str | None, environment: Mapping[str, str]
     """The folder of `[node] harness_cache`, or the user's own."""
     if settings_value is not None:
         return Path(settings_value).expanduser().resolve()
-    return (user_cache_folder(environment) / "harnesses").resolve()
+    return (get_user_cache_folder(environment) / "harnesses").resolve()
 
 
 def find_installation(cache: Path, harness: Harness, version: str | None = None) -> Installation | None:

@@ -11,8 +11,8 @@ from polar.models.default import (
     DEFAULT_MODEL_NAME,
     ModelProgress,
     ensure_default_model,
-    models_folder,
+    get_models_folder,
     show_progress,
 )
 
-__all__ = ["DEFAULT_MODEL_NAME", "ModelProgress", "ensure_default_model", "models_folder", "show_progress"]
+__all__ = ["DEFAULT_MODEL_NAME", "ModelProgress", "ensure_default_model", "get_models_folder", "show_progress"]

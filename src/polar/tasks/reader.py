@@ -14,7 +14,7 @@ from polar import validation_errors
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
 from polar.harnesses import to_preset_name
-from polar.plugins import PluginKind, load, names
+from polar.plugins import PluginKind, list_names, load
 from polar.records.task import Step, TaskRequest, UploadDir, UploadFile
 from polar.tasks import harbor
 from polar.tasks.task_files import TASK_FILE_SUFFIXES, TaskTable, read_task_file, read_text
@@ -135,7 +135,7 @@ def _shorten_message(error: ConfigError) -> str:
 
 
 def _find_unknown_name(field: str, kind: PluginKind, name: str) -> list[str]:
-    known = names(kind)
+    known = list_names(kind)
     return [] if name in known else [f"{field}: there is no {name!r}; known: {', '.join(known)}"]
 
 
@@ -207,7 +207,7 @@ def _resolve_config(value: Any, strategy: str, folder: Path) -> Any:
 
 def _list_path_fields(strategy: str) -> tuple[str, ...]:
     """The fields of an evaluator's config that are paths on this machine."""
-    fields = getattr(load("evaluators", strategy), "paths", ()) if strategy in names("evaluators") else ()
+    fields = getattr(load("evaluators", strategy), "paths", ()) if strategy in list_names("evaluators") else ()
     return tuple(fields)
 
 

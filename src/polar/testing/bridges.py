@@ -32,7 +32,7 @@ from polar.export.polar import render_session_result
 from polar.records.result import SessionResult
 from polar.testing import leftovers
 from polar.testing.contract import Contract
-from polar.testing.conversations import Talk, said
+from polar.testing.conversations import ConversationBuilder, make_text_parts
 from polar.testing.exporters import ExportedTrace
 from polar.weight_sync.updater import WeightUpdater
 
@@ -171,14 +171,14 @@ class BridgeContract(Contract):
 
     async def test_closing_stops_what_it_started(self, settings: dict[str, Any]) -> None:
         """Threads and connections; it may be closed before it has done anything, and again."""
-        threads, descriptors = _list_threads(), leftovers.count_descriptors()
+        threads, descriptors = _list_threads(), leftovers.count_open_descriptors()
         async with self.opened(settings):
             pass
         async with self.opened(settings) as bridge:
             await self.take_groups(bridge, TASKS[:1])
             await close_bridge(bridge)
         async with asyncio.timeout(self.close_seconds):
-            while _list_threads() - threads or leftovers.count_descriptors() > descriptors:  # noqa: ASYNC110
+            while _list_threads() - threads or leftovers.count_open_descriptors() > descriptors:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -293,13 +293,15 @@ class RolloutServiceDouble:
 
 def make_session(session_id: str, sort: int, offset: int, group: str) -> SessionItem:
     """Of one of five sorts; `offset` tells tasks apart."""
-    talk = Talk(session_id)
+    conversation = ConversationBuilder(session_id)
     ask = {"role": "user", "content": f"Solve {session_id}."}
-    talk.call([ask], said("Done."), untrainable="aborted" if sort == 3 else None)
+    conversation.add_call([ask], make_text_parts("Done."), untrainable="aborted" if sort == 3 else None)
     if sort == 1:
-        talk.call([{"role": "user", "content": "You look into files."}], said("I did."), role="subagent")
+        conversation.add_call(
+            [{"role": "user", "content": "You look into files."}], make_text_parts("I did."), role="subagent"
+        )
     rewards = (1.0 - offset / 4, 0.25 * offset, None, 0.5, 1.0)
-    return talk.item(rewards[sort], "timeout" if sort == 2 else None, task_id=group)
+    return conversation.build_item(rewards[sort], "timeout" if sort == 2 else None, task_id=group)
 
 
 def group_sessions(rows: Iterable[tuple[str, str, TrainerTrace]], tasks: Sequence[str]) -> list[TrainerGroup]:

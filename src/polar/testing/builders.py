@@ -1,12 +1,12 @@
-"""What every builder must keep: the invariant of training data, on random sessions.
+"""The contract of every builder: the invariant of training data, on random sessions.
 
     class TestMine(BuilderContract):
         plugin = mine                         # SessionPaths -> Trajectory
         # builds_tree = True                  # list of SessionPaths -> TreeTrajectory
 
-For every trainable token: the tokens before it are those that it was sampled after, its log-probability and policy
-version are those of that sampling, it trains once, and the weights of a session that trains anything add up to 1. The
-oracles below read the paths themselves; no code of the builders is behind them.
+For every trainable token: the tokens before it are the ones it was conditioned on, its log-probability and policy
+version are those of that sampling, and it trains once. The weights of a session that trains anything add up to 1. The
+oracles below read the paths directly and share no code with the builders.
 """
 
 import math
@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from polar.records import wire
 from polar.records.trajectory import NO_VERSION, SessionPaths, TokenPath, Trajectory, TreeTrajectory
 from polar.testing.contract import Contract
-from polar.testing.token_paths import groups, path, session, symbols
+from polar.testing.token_paths import list_symbols, make_path, make_session_paths, session_groups
 from polar.trajectory.document_check import check_received, check_received_tree
 
 TrainedToken = tuple[str, tuple[int, ...], int, float | None, int, Fraction]
 """Session, context, token, log-probability, version, weight."""
 
 SampledToken = tuple[str, int]
-"""An exchange, and which of its sampled tokens."""
+"""An exchange id, and the index of one of its sampled tokens."""
 
 _inherited = settings(suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
 
@@ -43,23 +43,23 @@ class BuilderContract(Contract):
         if self.builds_tree:
             tree: TreeTrajectory = self.plugin(sessions)
             return tree
-        return [self.plugin(one) for one in sessions]
+        return [self.plugin(session) for session in sessions]
 
-    @given(sessions=groups())
+    @given(sessions=session_groups())
     @_inherited
     def test_it_trains_exactly_what_was_sampled(self, sessions: list[SessionPaths]) -> None:
         expected = Counter(token for one in sessions for token in iter_expected_tokens(one))
         assert Counter(iter_trained_tokens(self.build(sessions))) == expected
 
-    @given(sessions=groups())
+    @given(sessions=session_groups())
     @_inherited
     def test_each_sampled_token_is_trained_once_or_excluded(self, sessions: list[SessionPaths]) -> None:
         sampled = Counter(
             (one.exchange_id, index) for each in sessions for one in each.paths for index in range(len(one.sampled))
         )
-        assert Counter(iter_covered_tokens(self.build(sessions))) == sampled
+        assert Counter(iter_accounted_tokens(self.build(sessions))) == sampled
 
-    @given(sessions=groups())
+    @given(sessions=session_groups())
     @_inherited
     def test_weights_and_counts(self, sessions: list[SessionPaths]) -> None:
         built = self.build(sessions)
@@ -77,7 +77,7 @@ class BuilderContract(Contract):
             assert trajectory.tokens.computed == computed >= trajectory.tokens.unique == count_needed_tokens(one.paths)
             assert trajectory.tokens.trainable == one.num_trainable
 
-    @given(sessions=groups(), order=st.randoms())
+    @given(sessions=session_groups(), order=st.randoms())
     @_inherited
     def test_the_order_in_which_paths_are_given_does_not_matter(
         self, sessions: list[SessionPaths], order: random.Random
@@ -85,7 +85,7 @@ class BuilderContract(Contract):
         shuffled = [msgspec.structs.replace(one, paths=order.sample(one.paths, len(one.paths))) for one in sessions]
         assert _to_wire(self.build(shuffled)) == _to_wire(self.build(sessions))
 
-    @given(sessions=groups())
+    @given(sessions=session_groups())
     @_inherited
     def test_a_trainer_accepts_it(self, sessions: list[SessionPaths]) -> None:
         """Its arrays fit together, and nothing of a session is lost on the way."""
@@ -111,46 +111,50 @@ class BuilderContract(Contract):
     def test_a_session_that_trains_nothing(self) -> None:
         nothing = [
             SessionPaths("empty", [], None, "timeout"),
-            session(path(0, [1, 2], [3, 4], trainable=0, session_id="undelivered"), reward=0.0),
+            make_session_paths(make_path(0, [1, 2], [3, 4], trainable=0, session_id="undelivered"), reward=0.0),
         ]
         built = self.build(nothing)
         assert list(iter_trained_tokens(built)) == []
-        assert sorted(iter_covered_tokens(built)) == [("undelivered-x0", 0), ("undelivered-x0", 1)]
+        assert sorted(iter_accounted_tokens(built)) == [("undelivered-x0", 0), ("undelivered-x0", 1)]
 
     def test_its_input_is_left_as_it_is(self) -> None:
         def make() -> list[SessionPaths]:
-            return [session(path(0, [1, 2], [3, 4]), path(1, [1, 2, 3, 4, 5], [6], trainable=0), reward=0.5)]
+            return [
+                make_session_paths(
+                    make_path(0, [1, 2], [3, 4]), make_path(1, [1, 2, 3, 4, 5], [6], trainable=0), reward=0.5
+                )
+            ]
 
         sessions = make()
         self.build(sessions)
         assert repr(sessions) == repr(make())
 
 
-# What there is to train
+# What the paths train
 
 
-def iter_expected_tokens(sampled: SessionPaths) -> Iterator[TrainedToken]:
-    """What a session has to train, read off its paths."""
-    total = sum(one.num_trainable for one in sampled.paths)
-    for one in sampled.paths:
-        tokens = (*one.prompt.tolist(), *one.sampled.tolist())
-        for index in range(one.num_trainable):
-            at = len(one.prompt) + index
-            logprob = None if one.logprobs is None else float(one.logprobs[index])
-            assert one.versions is not None
-            yield one.session_id, tokens[:at], tokens[at], logprob, int(one.versions[index]), Fraction(1, total)
+def iter_expected_tokens(session: SessionPaths) -> Iterator[TrainedToken]:
+    """The tokens that a session trains, read from its paths."""
+    total = sum(path.num_trainable for path in session.paths)
+    for path in session.paths:
+        tokens = (*path.prompt.tolist(), *path.sampled.tolist())
+        for index in range(path.num_trainable):
+            at = len(path.prompt) + index
+            logprob = None if path.logprobs is None else float(path.logprobs[index])
+            assert path.versions is not None
+            yield path.session_id, tokens[:at], tokens[at], logprob, int(path.versions[index]), Fraction(1, total)
 
 
 def count_needed_tokens(paths: Sequence[TokenPath]) -> int:
-    """Distinct prefixes that end in a trainable token or stand before one."""
+    """Distinct prefixes that end in a trainable token or stand before path."""
     needed: set[tuple[Any, ...]] = set()
-    for one in paths:
-        if one.num_trainable:
-            needed.update(symbols(one)[:length] for length in range(1, len(symbols(one)) + 1))
+    for path in paths:
+        if path.num_trainable:
+            needed.update(list_symbols(path)[:length] for length in range(1, len(list_symbols(path)) + 1))
     return len(needed)
 
 
-# What was made of it
+# What the builder's output trains
 
 
 def iter_trained_tokens(built: Trajectory | list[Trajectory] | TreeTrajectory) -> Iterator[TrainedToken]:
@@ -185,8 +189,8 @@ def _iter_tree_tokens(built: TreeTrajectory) -> Iterator[TrainedToken]:
             yield term.session_id, context, ids(term.node)[index], logprob, version, weight
 
 
-def iter_covered_tokens(built: list[Trajectory] | TreeTrajectory) -> Iterator[SampledToken]:
-    """Sampled tokens that train or are excluded, as often as they do."""
+def iter_accounted_tokens(built: list[Trajectory] | TreeTrajectory) -> Iterator[SampledToken]:
+    """Yields each sampled token as often as it trains or is excluded."""
     if isinstance(built, TreeTrajectory):
         for term in built.terms:
             yield from _iter_span(term.exchange_id, term.offset, term.offset + term.stop - term.start)
@@ -207,10 +211,10 @@ def _iter_span(exchange_id: str, start: int, stop: int) -> Iterator[SampledToken
 def _iter_weights(built: list[Trajectory] | TreeTrajectory) -> Iterator[tuple[str, float]]:
     if isinstance(built, TreeTrajectory):
         return ((term.session_id, term.weight) for term in built.terms)
-    return ((trace.session_id, trace.weight) for one in built for trace in one.traces)
+    return ((trace.session_id, trace.weight) for trajectory in built for trace in trajectory.traces)
 
 
 def _to_wire(built: list[Trajectory] | TreeTrajectory) -> Any:
     if isinstance(built, TreeTrajectory):
         return wire.tree_to_dict(built)
-    return [wire.trajectory_to_dict(one) for one in built]
+    return [wire.trajectory_to_dict(trajectory) for trajectory in built]

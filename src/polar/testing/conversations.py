@@ -1,7 +1,7 @@
-"""Sessions on their way out, made by hand: with tokens for the formats of traces, with messages for those of text."""
+"""Sessions for tests of exporters and bridges: made of token paths, or of whole conversations with messages."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,12 +15,14 @@ from polar.records.session import Session
 from polar.records.spans import ExchangeRole
 from polar.records.trajectory import SessionPaths
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.session import read_session_paths as sampled_of
+from polar.trajectory.session import read_session_paths
 from polar.types import Part, Reply, SamplingParams, Text, Usage
 
 
-def session(session_id: str, reward: float | None, reason: str | None, *, task_id: str | None, **known: Any) -> Session:
-    metadata = {"model": "m"} | known | ({} if task_id is None else {"task_id": task_id})
+def make_session(
+    session_id: str, reward: float | None, reason: str | None, *, task_id: str | None, **metadata: Any
+) -> Session:
+    metadata = {"model": "m"} | metadata | ({} if task_id is None else {"task_id": task_id})
     return Session(
         session_id,
         b"hash",
@@ -33,17 +35,21 @@ def session(session_id: str, reward: float | None, reason: str | None, *, task_i
     )
 
 
-def item(sampled: SessionPaths, build: Builder = prefix_merging, *, task_id: str | None = None) -> SessionItem:
-    made = session(sampled.session_id, sampled.reward, sampled.reason, task_id=task_id)
-    return SessionItem(made.summary, sampled, build(sampled))
+def make_session_item(
+    sampled: SessionPaths, build: Builder = prefix_merging, *, task_id: str | None = None
+) -> SessionItem:
+    session = make_session(sampled.session_id, sampled.reward, sampled.reason, task_id=task_id)
+    return SessionItem(session.summary, sampled, build(sampled))
 
 
-def exported(exporter: Exporter, items: Sequence[SessionItem]) -> bytes:
+def export_items(exporter: Exporter, items: Iterable[SessionItem]) -> bytes:
+    """The complete output of an exporter."""
     return b"".join([*map(exporter.feed, items), exporter.finish()])
 
 
-class Talk:
-    """A session in which an agent talks, call by call; tokens are made up, one for each word."""
+class ConversationBuilder:
+    """Builds a session from its model calls, one at a time. Tokens are invented: one for each word of the prompt, three
+    for each reply."""
 
     TOOLS = '[{"type":"function","function":{"name":"bash","parameters":{"type":"object"}}}]'
 
@@ -53,11 +59,11 @@ class Talk:
         self.exchanges: list[Exchange] = []
         self.roles: dict[str, ExchangeRole] = {}
 
-    def name(self, seq: int) -> str:
-        """An exchange's id, as the gateway makes them."""
+    def make_exchange_id(self, seq: int) -> str:
+        """The id of call `seq`, in the form of the gateway's ids."""
         return f"x{hashlib.blake2b(self.session_id.encode(), digest_size=4).hexdigest()}{seq:016d}"
 
-    def call(
+    def add_call(
         self,
         messages: Sequence[dict[str, Any]],
         parts: Sequence[Part],
@@ -66,10 +72,12 @@ class Talk:
         fields: dict[str, bytes] | None = None,
         **changes: Any,
     ) -> str:
+        """Adds a call and returns its exchange id. `fields` are the body's besides `messages`; `changes`
+        are fields of the Exchange."""
         seq = len(self.exchanges)
-        name = self.name(seq)
-        spoken = [msgspec.json.encode(message) for message in messages]
-        prompt = np.array([token_of(word) for item in spoken for word in item.split()], np.int32)
+        name = self.make_exchange_id(seq)
+        encoded = [msgspec.json.encode(message) for message in messages]
+        prompt = np.array([make_token(word) for item in encoded for word in item.split()], np.int32)
         written = {"model": b'"m"', "tools": self.TOOLS.encode()} if fields is None else fields
         exchange = Exchange(
             exchange_id=name,
@@ -79,7 +87,7 @@ class Talk:
             params={},
             hints={},
             raw_request=RawRequest(
-                {key: Raw(value) for key, value in written.items()}, "messages", [Raw(item) for item in spoken]
+                {key: Raw(value) for key, value in written.items()}, "messages", [Raw(item) for item in encoded]
             ),
             status="complete",
             started_at=1.0 + seq,
@@ -99,15 +107,17 @@ class Talk:
         self.roles[name] = role
         return name
 
-    def item(self, reward: float | None = 1.0, reason: str | None = None, *, task_id: str | None = None) -> SessionItem:
-        made = session(self.session_id, reward, reason, task_id=task_id, roles=self.roles)
-        sampled = sampled_of(made, self.exchanges)
-        return SessionItem(made.summary, sampled, prefix_merging(sampled), self.exchanges)
+    def build_item(
+        self, reward: float | None = 1.0, reason: str | None = None, *, task_id: str | None = None
+    ) -> SessionItem:
+        session = make_session(self.session_id, reward, reason, task_id=task_id, roles=self.roles)
+        sampled = read_session_paths(session, self.exchanges)
+        return SessionItem(session.summary, sampled, prefix_merging(sampled), self.exchanges)
 
 
-def token_of(word: bytes) -> int:
+def make_token(word: bytes) -> int:
     return len(word)
 
 
-def said(text: str) -> list[Part]:
+def make_text_parts(text: str) -> list[Part]:
     return [Text(text)]

@@ -1,10 +1,10 @@
-"""What every dialect must keep:
+"""The contract of every dialect:
 
     class TestMine(DialectContract):
         plugin = Mine
 
 Requests and replies are made from the canonical form by the dialect's own client side (`encode_request`,
-`decode_reply`), so no samples of the wire format are needed. Samples of real clients belong into tests of one's own.
+`decode_reply`), so the suite needs no samples of the wire format. Test samples of real clients in your own tests.
 """
 
 import json
@@ -38,11 +38,34 @@ from polar.types import (
     Usage,
 )
 
-EXCHANGE = "x0123456789abcdefghjkmnpq"
+EXCHANGE_ID = "x0123456789abcdefghjkmnpq"
 TEXT = 'Größe 東京 🙂 \n\ttwo lines, "quotes" and \\ backslashes </tag> \x7f'
 _SCHEMA = Raw(b'{"type":"object","properties":{"command":{"type":"string"}},"required":["command"]}')
-_WRONG: tuple[Any, ...] = (None, True, -1, 1.5, "x", [], {}, [[1]], [None], {"type": "no-such-type"}, {"a": {"b": []}})
-_UNREADABLE = (b"", b"{", b"nothing", b"[]", b"1", b'"text"', b"null", b"\xff\xfe", b'{"a": NaN}x', b"[" * 100_000)
+_WRONG_VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    1.5,
+    "x",
+    [],
+    {},
+    [[1]],
+    [None],
+    {"type": "no-such-type"},
+    {"a": {"b": []}},
+)
+_UNREADABLE_BODIES = (
+    b"",
+    b"{",
+    b"nothing",
+    b"[]",
+    b"1",
+    b'"text"',
+    b"null",
+    b"\xff\xfe",
+    b'{"a": NaN}x',
+    b"[" * 100_000,
+)
 
 
 class DialectContract(Contract):
@@ -52,16 +75,16 @@ class DialectContract(Contract):
 
     @pytest.fixture
     def dialect(self) -> Dialect:
-        made: Dialect = self.plugin()
-        return made
+        dialect: Dialect = self.plugin()
+        return dialect
 
-    def params(self, request: Request) -> dict[str, str]:
-        """What the route of a request says: here, of one that names model and verb in its path."""
+    def make_params(self, request: Request) -> dict[str, str]:
+        """Parameters from the path of a request: here of a route that names the model and the verb."""
         return {"model": request.model, "verb": "streamGenerateContent" if request.stream else "generateContent"}
 
-    def through(self, dialect: Dialect, request: Request) -> Request:
-        """Written as the provider's client writes it, and read."""
-        return dialect.decode_request(dialect.split(dialect.encode_request(request)), self.params(request))
+    def encode_and_decode(self, dialect: Dialect, request: Request) -> Request:
+        """Encodes a request as the provider's client does, and decodes it again."""
+        return dialect.decode_request(dialect.split(dialect.encode_request(request)), self.make_params(request))
 
     def make_request(self, **changes: Any) -> Request:
         sampling = SamplingParams(temperature=0.5, top_p=0.75, max_tokens=100, stop=["END"])
@@ -72,7 +95,7 @@ class DialectContract(Contract):
         return Request("a-model", messages, tools, sampling=sampling, **changes)
 
     def make_conversation(self) -> Request:
-        """With calls and their results."""
+        """A request with tool calls and their results."""
         request = self.make_request()
         calls = [ToolCall(f"call_{index}", "bash", json.dumps({"command": f"ls {index}"})) for index in range(2)]
         results = [ToolResult(call.id, [Text(f"result of {call.id}")], name="bash") for call in calls]
@@ -87,9 +110,9 @@ class DialectContract(Contract):
     def make_reply(self, **changes: Any) -> Reply:
         parts: list[Any] = [Text(TEXT)]
         if self.has_tools:
-            parts.append(ToolCall(make_call_id(EXCHANGE, 0), "bash", '{"command": "ls"}'))
+            parts.append(ToolCall(make_call_id(EXCHANGE_ID, 0), "bash", '{"command": "ls"}'))
         finish = "tool_calls" if self.has_tools else "stop"
-        reply = Reply(EXCHANGE, "a-model", 1_700_000_000, parts, finish, usage=Usage(20, 10))  # type: ignore[arg-type]
+        reply = Reply(EXCHANGE_ID, "a-model", 1_700_000_000, parts, finish, usage=Usage(20, 10))  # type: ignore[arg-type]
         for name, value in changes.items():
             setattr(reply, name, value)
         return reply
@@ -109,26 +132,26 @@ class DialectContract(Contract):
 
     def test_a_request_says_the_same_after_it_was_written_and_read(self, dialect: Dialect) -> None:
         request = self.make_request()
-        read = self.through(dialect, request)
+        read = self.encode_and_decode(dialect, request)
         assert (read.model, read.stream) == (request.model, False)
-        assert _say(read) == _say(request)
-        wanted, found = request.sampling, read.sampling
-        assert (found.temperature, found.top_p, found.max_tokens, found.stop) == (
-            wanted.temperature,
-            wanted.top_p,
-            wanted.max_tokens,
-            wanted.stop,
+        assert _summarize_messages(read) == _summarize_messages(request)
+        sent, received = request.sampling, read.sampling
+        assert (received.temperature, received.top_p, received.max_tokens, received.stop) == (
+            sent.temperature,
+            sent.top_p,
+            sent.max_tokens,
+            sent.stop,
         )
         assert [(tool.name, tool.description) for tool in read.tools] == [
             (tool.name, tool.description) for tool in request.tools
         ]
 
     def test_a_stream_is_asked_for(self, dialect: Dialect) -> None:
-        assert self.through(dialect, self.make_request(stream=True)).stream
+        assert self.encode_and_decode(dialect, self.make_request(stream=True)).stream
 
     @requires("has_tools")
     def test_calls_and_results_belong_together(self, dialect: Dialect) -> None:
-        read = self.through(dialect, self.make_conversation())
+        read = self.encode_and_decode(dialect, self.make_conversation())
         parts = [part for message in read.messages for part in message.parts]
         calls = [part for part in parts if isinstance(part, ToolCall)]
         results = [part for part in parts if isinstance(part, ToolResult)]
@@ -147,7 +170,9 @@ class DialectContract(Contract):
         body = json.loads(dialect.encode_request(self.make_request()))
         raw = dialect.split(json.dumps(body | {"newer_than_this": {"a": [1]}}).encode())
         assert json.loads(bytes(raw.fields["newer_than_this"])) == {"a": [1]}
-        assert _say(dialect.decode_request(raw, self.params(self.make_request()))) == _say(self.make_request())
+        assert _summarize_messages(
+            dialect.decode_request(raw, self.make_params(self.make_request()))
+        ) == _summarize_messages(self.make_request())
 
     def test_a_split_body_is_whole(self, dialect: Dialect) -> None:
         """The store keeps fields and items; together they are what the harness sent."""
@@ -158,7 +183,7 @@ class DialectContract(Contract):
             fields[raw.list_name] = [json.loads(bytes(item)) for item in raw.items]
         assert fields == json.loads(body)
 
-    @pytest.mark.parametrize("body", _UNREADABLE, ids=lambda body: repr(body[:12]))
+    @pytest.mark.parametrize("body", _UNREADABLE_BODIES, ids=lambda body: repr(body[:12]))
     def test_a_body_that_is_no_object_is_refused(self, dialect: Dialect, body: bytes) -> None:
         with pytest.raises(ApiError) as error:
             dialect.split(body)
@@ -168,9 +193,9 @@ class DialectContract(Contract):
     def test_whatever_else_is_wrong_is_an_api_error(self, dialect: Dialect) -> None:
         """Every value of a request is replaced by others of a wrong type, and left out."""
         request = self.make_conversation() if self.has_tools else self.make_request()
-        for body in _iter_spoiled(json.loads(dialect.encode_request(request))):
+        for body in _iter_malformed_bodies(json.loads(dialect.encode_request(request))):
             try:
-                dialect.decode_request(dialect.split(json.dumps(body).encode()), self.params(request))
+                dialect.decode_request(dialect.split(json.dumps(body).encode()), self.make_params(request))
             except ApiError as error:
                 assert error.kind in get_args(ApiErrorKind)  # noqa: PT017  it may also be read
                 assert_helpful(error)
@@ -180,7 +205,7 @@ class DialectContract(Contract):
     def test_a_reply_says_the_same_after_it_was_written_and_read(self, dialect: Dialect) -> None:
         reply = self.make_reply()
         read = dialect.decode_reply(dialect.encode_reply(self.make_request(), reply))
-        assert _say_parts(read.parts) == _say_parts(reply.parts)
+        assert _summarize_parts(read.parts) == _summarize_parts(reply.parts)
         assert (read.model, read.finish_reason) == (reply.model, reply.finish_reason)
         assert (read.usage.prompt, read.usage.completion) == (20, 10)
 
@@ -191,19 +216,19 @@ class DialectContract(Contract):
     def test_an_empty_reply_is_one(self, dialect: Dialect) -> None:
         reply = self.make_reply(parts=[], finish_reason="stop")
         read = dialect.decode_reply(dialect.encode_reply(self.make_request(), reply))
-        assert _say_parts(read.parts) == []
+        assert _summarize_parts(read.parts) == []
 
     # Streams
 
-    def write_stream(self, dialect: Dialect, text_pieces: int, *, keep_alives: bool = False) -> list[bytes]:
+    def encode_stream(self, dialect: Dialect, text_pieces: int, *, keep_alives: bool = False) -> list[bytes]:
         """The pieces of a stream, in order."""
         reply = self.make_reply()
-        encoder = dialect.create_stream_encoder(self.make_request(stream=True), EXCHANGE, reply.created)
+        encoder = dialect.create_stream_encoder(self.make_request(stream=True), EXCHANGE_ID, reply.created)
         assert encoder.content_type
         step = -(-len(TEXT) // text_pieces)
         events: list[ReplyEvent] = [TextDelta(TEXT[at : at + step]) for at in range(0, len(TEXT), step)]
         if self.has_tools:
-            events.append(ToolCallStart(make_call_id(EXCHANGE, 0), "bash"))
+            events.append(ToolCallStart(make_call_id(EXCHANGE_ID, 0), "bash"))
             events += [ToolCallDelta(piece) for piece in ('{"comm', 'and": "ls"}')]
         pieces = [encoder.keep_alive()] if keep_alives else []
         pieces.append(encoder.start(Usage(prompt=20)))
@@ -214,7 +239,7 @@ class DialectContract(Contract):
         return [*pieces, encoder.finish(reply)]
 
     def test_a_stream_is_bytes_from_its_first_event_on(self, dialect: Dialect) -> None:
-        pieces = self.write_stream(dialect, 3)
+        pieces = self.encode_stream(dialect, 3)
         assert all(isinstance(piece, bytes) for piece in pieces)
         assert pieces[-1]
         for piece in pieces:
@@ -226,24 +251,24 @@ class DialectContract(Contract):
     def test_keep_alives_say_nothing(self, dialect: Dialect) -> None:
         """Without them a stream has the same events."""
 
-        def events(pieces: list[bytes]) -> list[bytes]:
+        def parse_events(pieces: list[bytes]) -> list[bytes]:
             return [data.strip() for data in EventParser().feed(b"".join(pieces)) if b'"ping"' not in data]
 
-        silent = events(self.write_stream(dialect, 3))
-        alive = events(self.write_stream(dialect, 3, keep_alives=True))
-        assert alive == silent
+        without_keep_alives = parse_events(self.encode_stream(dialect, 3))
+        with_keep_alives = parse_events(self.encode_stream(dialect, 3, keep_alives=True))
+        assert with_keep_alives == without_keep_alives
 
     def test_streams_do_not_know_of_each_other(self, dialect: Dialect) -> None:
         """A dialect holds no state between calls."""
         request, reply = self.make_request(stream=True), self.make_reply()
-        alone = self.write_stream(dialect, 3)
-        encoders = [dialect.create_stream_encoder(request, EXCHANGE, reply.created) for _ in range(2)]
+        alone = self.encode_stream(dialect, 3)
+        encoders = [dialect.create_stream_encoder(request, EXCHANGE_ID, reply.created) for _ in range(2)]
         together = [encoder.start(Usage(prompt=20)) for encoder in encoders]
         assert together[0] == together[1] == alone[0]
-        assert self.write_stream(dialect, 3) == alone
+        assert self.encode_stream(dialect, 3) == alone
 
     def test_a_stream_that_breaks_says_why(self, dialect: Dialect) -> None:
-        encoder = dialect.create_stream_encoder(self.make_request(stream=True), EXCHANGE, 1_700_000_000)
+        encoder = dialect.create_stream_encoder(self.make_request(stream=True), EXCHANGE_ID, 1_700_000_000)
         begun = encoder.start(None) + encoder.feed(TextDelta("Half a"))
         assert isinstance(begun, bytes)
         assert b"The engine went away." in encoder.error(ApiError("engine", "The engine went away."))
@@ -259,14 +284,14 @@ class DialectContract(Contract):
 
     def test_counts_and_models(self, dialect: Dialect) -> None:
         assert "12345" in json.dumps(json.loads(dialect.encode_count(12345)))
-        every = json.dumps(json.loads(dialect.encode_models(["first", "second"], None)))
-        assert "first" in every
-        assert "second" in every
+        models = json.dumps(json.loads(dialect.encode_models(["first", "second"], None)))
+        assert "first" in models
+        assert "second" in models
         assert "anything" in json.dumps(json.loads(dialect.encode_models(["first"], "anything")))
 
 
-def _say(request: Request) -> Any:
-    """Who said what, without the spelling of messages."""
+def _summarize_messages(request: Request) -> Any:
+    """Roles and texts, without the differences in form that a dialect may introduce."""
     if request.prompt is not None:
         return [("user", request.prompt)]
     roles = {"developer": "system"}
@@ -276,26 +301,26 @@ def _say(request: Request) -> Any:
     ]
 
 
-def _say_parts(parts: list[Any]) -> list[Any]:
-    said: list[Any] = []
+def _summarize_parts(parts: list[Any]) -> list[Any]:
+    summary: list[Any] = []
     for part in parts:
         if isinstance(part, ToolCall):
-            said.append((part.name, json.loads(part.arguments)))
+            summary.append((part.name, json.loads(part.arguments)))
         elif isinstance(part, Text | Reasoning) and part.text:
-            said.append(part.text)
-    return said
+            summary.append(part.text)
+    return summary
 
 
-def _iter_spoiled(body: Any) -> Iterator[Any]:
-    """The body with one value at a time replaced, or left out."""
+def _iter_malformed_bodies(body: Any) -> Iterator[Any]:
+    """Yields the body with one value at a time replaced or removed."""
     for path in list(_iter_paths(body)):
-        for wrong in _WRONG:
-            spoiled = deepcopy(body)
-            _parent(spoiled, path)[path[-1]] = deepcopy(wrong)
-            yield spoiled
-        spoiled = deepcopy(body)
-        del _parent(spoiled, path)[path[-1]]
-        yield spoiled
+        for wrong in _WRONG_VALUES:
+            malformed = deepcopy(body)
+            _get_parent(malformed, path)[path[-1]] = deepcopy(wrong)
+            yield malformed
+        malformed = deepcopy(body)
+        del _get_parent(malformed, path)[path[-1]]
+        yield malformed
 
 
 def _iter_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -305,7 +330,7 @@ def _iter_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
         yield from _iter_paths(inner, (*path, key))
 
 
-def _parent(value: Any, path: tuple[Any, ...]) -> Any:
+def _get_parent(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path[:-1]:
         value = value[key]
     return value

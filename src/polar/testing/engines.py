@@ -1,4 +1,4 @@
-"""What every engine must keep:
+"""The contract of every engine:
 
     class TestMine(EngineContract):
         plugin = Mine
@@ -8,7 +8,7 @@
             async with MyServer() as server:      # a real server of yours, or one that answers like it
                 yield server.url
 
-The server plays whatever it likes, as long as a reply has a few tokens.
+The server may answer anything, as long as a reply has a few tokens.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ _WAIT_SECONDS = 60.0
 class EngineContract(Contract):
     kind = "engines"
     settings: ClassVar[Mapping[str, Any]] = {}  # fields of EngineSettings
-    same_again: ClassVar[bool] = False  # whether the same prompt, sampled at temperature 0, has the same reply
+    is_deterministic: ClassVar[bool] = False  # whether the same prompt, sampled at temperature 0, has the same reply
     accepts_token_ids: ClassVar[bool] = True  # these four are compared with what the engine says
     tells_context_length: ClassVar[bool] = True
     can_freeze: ClassVar[bool] = True
     can_sleep: ClassVar[bool] = True
 
     def serve(self) -> AbstractAsyncContextManager[str]:
-        """A server for this engine: its address."""
+        """Starts a server for this engine and yields its address."""
         raise NotImplementedError(f"{type(self).__name__} has no server: override `serve`")
 
     def make_engine(self, url: str) -> Engine:
@@ -62,7 +62,7 @@ class EngineContract(Contract):
 
     @pytest_asyncio.fixture
     async def engine(self) -> AsyncIterator[Engine]:
-        """At work."""
+        """A started engine."""
         async with self.open_engine() as engine:
             await engine.start()
             yield engine
@@ -71,7 +71,7 @@ class EngineContract(Contract):
         return Request("any-model", [Message("user", [Text("Say hello.")])], sampling=SamplingParams(**sampling))
 
     async def sample(self, engine: Engine, request: Request, *, stream: bool, ids: tuple[int, ...] = ()) -> list[Chunk]:
-        """A reply to the request's messages, or to a prompt of ids."""
+        """Samples a reply to the request's messages or, with `ids`, to a prompt of token ids."""
         prompt = TokenPrompt(np.array(ids, np.int32), ",".join(map(str, ids)).encode()) if ids else None
         async with aclosing(engine.generate(request, stream=stream, prompt=prompt)) as chunks:
             return [chunk async for chunk in chunks]
@@ -80,19 +80,19 @@ class EngineContract(Contract):
 
     async def test_it_finds_out_what_the_server_can_do(self) -> None:
         async with self.open_engine() as engine:
-            found = await engine.start()
-            assert isinstance(found, Capabilities)
-            assert engine.capabilities == found
-            assert found.models
-            assert found.logprobs in get_args(LogprobKind)
-            assert found.context_length is None or found.context_length > 0
+            capabilities = await engine.start()
+            assert isinstance(capabilities, Capabilities)
+            assert engine.capabilities == capabilities
+            assert capabilities.models
+            assert capabilities.logprobs in get_args(LogprobKind)
+            assert capabilities.context_length is None or capabilities.context_length > 0
             assert engine.url.startswith("http")
             assert not engine.url.endswith("/")
             assert await engine.get_state() in (None, *get_args(EngineState))
             assert isinstance(await engine.reports_version_spans(), bool)
-            running, began = await engine.count_running_calls(), await engine.get_process_start_time()
+            running, started_at = await engine.count_running_calls(), await engine.get_process_start_time()
             assert running is None or running >= 0
-            assert began is None or began > 0
+            assert started_at is None or started_at > 0
             folder = engine.find_tokenizer_folder()
             assert folder is None or isinstance(folder, str)
 
@@ -108,11 +108,11 @@ class EngineContract(Contract):
         assert found == {name: getattr(self, name) for name in found}
 
     async def test_sampling_is_filled_in_and_what_was_asked_for_stays(self, engine: Engine) -> None:
-        asked = SamplingParams(temperature=0.25, top_p=0.5, max_tokens=7, stop=["END"])
-        used = engine.apply_sampling_defaults(asked)
-        assert (used.temperature, used.top_p, used.max_tokens, used.stop) == (0.25, 0.5, 7, ["END"])
+        requested = SamplingParams(temperature=0.25, top_p=0.5, max_tokens=7, stop=["END"])
+        applied = engine.apply_sampling_defaults(requested)
+        assert (applied.temperature, applied.top_p, applied.max_tokens, applied.stop) == (0.25, 0.5, 7, ["END"])
         assert engine.apply_sampling_defaults(SamplingParams()).temperature is not None
-        assert asked == SamplingParams(temperature=0.25, top_p=0.5, max_tokens=7, stop=["END"])
+        assert requested == SamplingParams(temperature=0.25, top_p=0.5, max_tokens=7, stop=["END"])
 
     # Replies
 
@@ -143,7 +143,7 @@ class EngineContract(Contract):
     async def test_a_limit_is_kept_and_said(self, engine: Engine) -> None:
         chunks = await self.sample(engine, self.make_request(max_tokens=2), stream=True, ids=PROMPT_IDS)
         assert sum(len(chunk.ids) for chunk in chunks) == 2
-        assert chunks_finish(chunks) == "length"
+        assert get_finish_reason(chunks) == "length"
 
     @requires("same_again", "accepts_token_ids")
     async def test_the_same_prompt_has_the_same_reply(self, engine: Engine) -> None:
@@ -187,7 +187,7 @@ class EngineContract(Contract):
         assert_well_formed(await self.sample(engine, self.make_request(), stream=False))
 
     async def wait_until_idle(self, engine: Engine) -> None:
-        """Where the engine tells how many calls run."""
+        """Returns at once where the engine does not report how many calls run."""
         async with asyncio.timeout(_WAIT_SECONDS):
             while await engine.count_running_calls():  # noqa: ASYNC110  the server is asked
                 await asyncio.sleep(0.02)
@@ -241,7 +241,7 @@ class EngineContract(Contract):
 
     async def test_connections_are_counted_and_closed(self) -> None:
         async with self.serve() as url:
-            before = leftovers.count_descriptors()
+            before = leftovers.count_open_descriptors()
             engine = self.make_engine(url)
             await engine.start()
             await self.sample(engine, self.make_request(), stream=True)
@@ -249,17 +249,17 @@ class EngineContract(Contract):
             await engine.close()
             await engine.close()
             async with asyncio.timeout(_WAIT_SECONDS):
-                while leftovers.count_descriptors() > before:  # noqa: ASYNC110  the server's end of each is closed, too
+                while leftovers.count_open_descriptors() > before:  # noqa: ASYNC110  the server's end of each is closed, too
                     await asyncio.sleep(0.02)
 
 
-def chunks_finish(chunks: list[Chunk]) -> FinishReason | None:
+def get_finish_reason(chunks: list[Chunk]) -> FinishReason | None:
     return next((chunk.finish_reason for chunk in reversed(chunks) if chunk.finish_reason is not None), None)
 
 
 def assert_well_formed(chunks: list[Chunk]) -> None:
-    """A reply that came to its end, with numbers that can be what was sampled with."""
-    assert chunks_finish(chunks) in get_args(FinishReason)
+    """Asserts that the reply is complete and that its log-probabilities are possible."""
+    assert get_finish_reason(chunks) in get_args(FinishReason)
     for chunk in chunks:
         assert all(isinstance(id, int) and id >= 0 for id in chunk.ids)
         assert not chunk.ids or chunk.logprobs is None or len(chunk.logprobs) == len(chunk.ids)

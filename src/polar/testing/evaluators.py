@@ -1,4 +1,4 @@
-"""What every evaluator must keep:
+"""The contract of every evaluator:
 
     class TestMine(EvaluatorContract):
         plugin = Mine
@@ -7,8 +7,8 @@
         failed = AgentRun("echo red > answer.txt")
 
 `solved` and `failed` are sessions of which the first earns more; more of either are added by tests of one's own. Runs
-are real: their scripts run in runtimes (`local` ones, unless `make_backend` says otherwise), and the evaluator makes
-what runtimes it wants.
+are real: their scripts run in runtimes (`local` ones, unless `make_backend` says otherwise), and the evaluator creates
+the runtimes it needs.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from polar.testing.grading import FINISHED, AgentWork, WorkFactory
 
 _NO_GATEWAY = "http://127.0.0.1:1"
 _UNKNOWN_FIELD = "no_evaluator_has_this_field"
-_HAVOC = {
+_WORKSPACE_DAMAGE_SCRIPTS = {
     "workspace-is-empty": "rm -rf ..?* .[!.]* *",
     "files-are-folders": 'for f in *; do [ -f "$f" ] && rm "$f" && mkdir "$f"; done; true',
     "files-are-links": 'for f in *; do [ -f "$f" ] && ln -sf /etc/passwd "$f"; done; true',
     "files-are-binary": 'for f in *; do [ -f "$f" ] && head -c 100000 /dev/urandom > "$f"; done; true',
     "odd-names": "touch \"$(printf 'a\\nb')\" \"$(printf '\\377')\" -- -rf '$(id)'; mkfifo pipe; ln -s nowhere broken",
 }
-_KILLED = {
+_CUT_SHORT_OUTCOMES = {
     "timeout": Outcome("timeout", None, 60.0),
     "length": Outcome("length", None, 60.0),
     "out-of-memory": Outcome("finished", 137, 1.0, out_of_memory=True),
@@ -60,16 +60,16 @@ class EvaluatorContract(Contract):
     files: ClassVar[Mapping[str, str]] = {}  # of the workspace, before the agent
     solved: ClassVar[AgentRun]
     failed: ClassVar[AgentRun]
-    same_again: ClassVar[bool] = True  # whether the same work earns the same each time
+    is_deterministic: ClassVar[bool] = True  # the same work always earns the same reward
 
     @pytest_asyncio.fixture
-    async def works(self, tmp_path: Path) -> AsyncIterator[WorkFactory]:
+    async def work_factory(self, tmp_path: Path) -> AsyncIterator[WorkFactory]:
         backend = self.make_backend(tmp_path / "state")
         mark = str(tmp_path / "state")
         try:
             yield WorkFactory(backend, tmp_path)
             async with asyncio.timeout(60):
-                while leftovers.list_processes(mark, children=False):  # noqa: ASYNC110  processes tell nobody
+                while leftovers.list_processes(mark, children=False):  # noqa: ASYNC110  nothing announces the end of a process
                     await asyncio.sleep(0.02)
         finally:
             await backend.close()
@@ -79,17 +79,17 @@ class EvaluatorContract(Contract):
         return Local(folder, _NO_GATEWAY)
 
     def make_evaluator(self) -> Evaluator:
-        """With `config`. Override it for a config that is known only when the tests run."""
+        """An evaluator with `config`. Override this where the config is known only when the tests run."""
         made: Evaluator = self.plugin(copy.deepcopy(dict(self.config)))
         return made
 
-    async def make_work(self, works: WorkFactory, run: AgentRun) -> AgentWork:
-        work = await works.work(run.script, files=dict(self.files))
+    async def make_work(self, work_factory: WorkFactory, run: AgentRun) -> AgentWork:
+        work = await work_factory.create_work(run.script, files=dict(self.files))
         work.answer, work.outcome = run.answer, run.outcome
         return work
 
-    async def grade(self, works: WorkFactory, run: AgentRun) -> Verdict:
-        return await self.make_evaluator().evaluate(await self.make_work(works, run))
+    async def grade(self, work_factory: WorkFactory, run: AgentRun) -> Verdict:
+        return await self.make_evaluator().evaluate(await self.make_work(work_factory, run))
 
     # Configuration
 
@@ -99,9 +99,9 @@ class EvaluatorContract(Contract):
         assert all(isinstance(path, str) for path in getattr(evaluator, "private_paths", ()))
 
     def test_its_config_is_left_as_it_is(self) -> None:
-        given = copy.deepcopy(dict(self.config))
-        self.plugin(given)
-        assert given == self.config
+        config = copy.deepcopy(dict(self.config))
+        self.plugin(config)
+        assert config == self.config
 
     def test_an_unknown_field_is_named(self) -> None:
         with pytest.raises(ConfigError, match=_UNKNOWN_FIELD) as error:
@@ -110,67 +110,69 @@ class EvaluatorContract(Contract):
 
     # Verdicts
 
-    async def test_a_solution_earns_more_than_a_failure(self, works: WorkFactory) -> None:
-        solved, failed = await self.grade(works, self.solved), await self.grade(works, self.failed)
+    async def test_a_solution_earns_more_than_a_failure(self, work_factory: WorkFactory) -> None:
+        solved, failed = await self.grade(work_factory, self.solved), await self.grade(work_factory, self.failed)
         for verdict in (solved, failed):
             assert_well_formed(verdict)
             assert verdict.reward is not None, verdict.reason
         assert solved.reward > failed.reward  # type: ignore[operator]
 
-    @requires("same_again")
-    async def test_the_same_work_earns_the_same(self, works: WorkFactory) -> None:
+    @requires("is_deterministic")
+    async def test_the_same_work_earns_the_same(self, work_factory: WorkFactory) -> None:
         for run in (self.solved, self.failed):
-            first, second = await self.grade(works, run), await self.grade(works, run)
+            first, second = await self.grade(work_factory, run), await self.grade(work_factory, run)
             assert (first.reward, first.reason, first.turn_rewards) == (
                 second.reward,
                 second.reason,
                 second.turn_rewards,
             )
 
-    async def test_one_evaluator_grades_many(self, works: WorkFactory) -> None:
-        """At the same time, and without remembering one when it grades another."""
+    async def test_one_evaluator_grades_many(self, work_factory: WorkFactory) -> None:
+        """Concurrently, and without state that leaks from one session to another."""
         evaluator = self.make_evaluator()
         runs = [self.solved, self.failed, self.solved]
-        graded = await asyncio.gather(*[evaluator.evaluate(await self.make_work(works, run)) for run in runs])
+        graded = await asyncio.gather(*[evaluator.evaluate(await self.make_work(work_factory, run)) for run in runs])
         assert graded[0].reward is not None
         assert graded[1].reward is not None
         assert graded[0].reward > graded[1].reward
-        assert not self.same_again or graded[2].reward == graded[0].reward
+        assert not self.is_deterministic or graded[2].reward == graded[0].reward
 
-    @pytest.mark.parametrize("havoc", _HAVOC.values(), ids=_HAVOC)
-    async def test_nothing_that_an_agent_leaves_excuses_it(self, works: WorkFactory, havoc: str) -> None:
+    @pytest.mark.parametrize("damage", _WORKSPACE_DAMAGE_SCRIPTS.values(), ids=_WORKSPACE_DAMAGE_SCRIPTS)
+    async def test_nothing_that_an_agent_leaves_excuses_it(self, work_factory: WorkFactory, damage: str) -> None:
         """Whatever the agent did or failed to do is a reward, not a reason and not an exception."""
-        best = (await self.grade(works, self.solved)).reward
-        verdict = await self.grade(works, AgentRun(f"{self.failed.script or 'true'}\n{havoc}", self.failed.answer))
+        best = (await self.grade(work_factory, self.solved)).reward
+        verdict = await self.grade(
+            work_factory, AgentRun(f"{self.failed.script or 'true'}\n{damage}", self.failed.answer)
+        )
         assert_well_formed(verdict)
         assert verdict.reward is not None, verdict.reason
         assert best is not None
         assert verdict.reward <= best
 
-    @pytest.mark.parametrize("outcome", _KILLED.values(), ids=_KILLED)
-    async def test_a_run_that_was_cut_short_has_a_verdict(self, works: WorkFactory, outcome: Outcome) -> None:
-        assert_well_formed(await self.grade(works, self.failed._replace(outcome=outcome)))
+    @pytest.mark.parametrize("outcome", _CUT_SHORT_OUTCOMES.values(), ids=_CUT_SHORT_OUTCOMES)
+    async def test_a_run_that_was_cut_short_has_a_verdict(self, work_factory: WorkFactory, outcome: Outcome) -> None:
+        assert_well_formed(await self.grade(work_factory, self.failed._replace(outcome=outcome)))
 
     # What it leaves behind
 
-    async def test_the_agents_files_are_left_as_they_are(self, works: WorkFactory) -> None:
-        work = await self.make_work(works, self.solved)
+    async def test_the_agents_files_are_left_as_they_are(self, work_factory: WorkFactory) -> None:
+        work = await self.make_work(work_factory, self.solved)
         workdir = work.task.runtime.workdir
         before = await work.agent_runtime.list_entries(workdir)
         await self.make_evaluator().evaluate(work)
         assert await work.agent_runtime.list_entries(workdir) == before
 
-    async def test_it_can_be_cancelled(self, works: WorkFactory) -> None:
-        """At any moment; what it started is gone when its runtimes are removed."""
-        for moments in (0, 1, 5):
-            work = await self.make_work(works, self.solved)
+    async def test_it_can_be_cancelled(self, work_factory: WorkFactory) -> None:
+        """At any moment. Whatever it started is gone once its runtimes are removed."""
+        for loop_turns in (0, 1, 5):
+            work = await self.make_work(work_factory, self.solved)
             grading = asyncio.create_task(self.make_evaluator().evaluate(work))
-            for _ in range(moments):
+            for _ in range(loop_turns):
                 await asyncio.sleep(0)
             grading.cancel()
             (result,) = await asyncio.gather(grading, return_exceptions=True)
             assert isinstance(result, asyncio.CancelledError | Verdict)
-            for runtime in (work.agent_runtime, *work.freshly_made):
+            for runtime in (work.agent_runtime, *work.fresh_runtimes):
                 await runtime.remove()
 
 

@@ -1,4 +1,4 @@
-"""What every exporter must keep:
+"""The contract of every exporter:
 
     class TestMine(ExporterContract):
         plugin = Mine
@@ -9,7 +9,7 @@
                 yield ExportedTrace.make(row["ids"], row["mask"], row["logprobs"], row["reward"])
 
 Sessions come from a real store through the pipeline of `polar export`, so an exporter gets what its `needs` ask for.
-What it wrote is read back and compared with the recorded traces, to the bit.
+What exported traces are read back and compared with for recorded ones, bit for bit.
 """
 
 import json
@@ -30,7 +30,7 @@ from polar.records.trajectory import Trace
 from polar.store.relational import RelationalStore
 from polar.store.sqlite import open_sqlite_store
 from polar.testing.contract import Contract, requires
-from polar.testing.conversations import Talk, said
+from polar.testing.conversations import ConversationBuilder, export_items, make_text_parts
 from polar.trajectory.builders import prefix_merging
 from polar.types import Part, Text, ToolCall
 
@@ -98,7 +98,7 @@ class ExporterContract(Contract):
         exporter = self.make_exporter()
         items = await select_samples(exporter, tmp_path)
         assert items, "none of the sample sessions has what this exporter needs"
-        data = write_items(exporter, items)
+        data = export_items(exporter, items)
         assert isinstance(data, bytes)
         assert data
         assert exporter.rows > 0
@@ -109,13 +109,13 @@ class ExporterContract(Contract):
 
     async def test_the_same_sessions_give_the_same_bytes(self, tmp_path: Path) -> None:
         items = await select_samples(self.make_exporter(), tmp_path)
-        assert write_items(self.make_exporter(), items) == write_items(self.make_exporter(), items)
+        assert export_items(self.make_exporter(), items) == export_items(self.make_exporter(), items)
 
     async def test_sessions_are_left_as_they_are(self, tmp_path: Path) -> None:
         items = await select_samples(self.make_exporter(), tmp_path)
-        before = [_describe(item) for item in items]
-        write_items(self.make_exporter(), items)
-        assert [_describe(item) for item in items] == before
+        before = [_snapshot(item) for item in items]
+        export_items(self.make_exporter(), items)
+        assert [_snapshot(item) for item in items] == before
 
     def test_without_sessions_there_are_no_rows(self) -> None:
         exporter = self.make_exporter()
@@ -126,15 +126,15 @@ class ExporterContract(Contract):
     async def test_what_it_wrote_are_the_recorded_traces(self, tmp_path: Path) -> None:
         exporter = self.make_exporter()
         items = await select_samples(exporter, tmp_path)
-        found = Counter(self.read(write_items(exporter, items)))
-        assert found == Counter(trace for item in items for trace in self.expect(item))
+        exported = Counter(self.read(export_items(exporter, items)))
+        assert exported == Counter(trace for item in items for trace in self.expect(item))
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _describe(item: SessionItem) -> Any:
+def _snapshot(item: SessionItem) -> Any:
     exchanges = [(one.exchange_id, one.reply, one.raw_request.fields.keys()) for one in item.exchanges]
     return wire.trajectory_to_dict(item.trajectory), repr(item.session), repr(exchanges)
 
@@ -143,8 +143,8 @@ def _describe(item: SessionItem) -> Any:
 
 
 async def export_samples(exporter: Exporter, folder: Path) -> bytes:
-    """What an exporter makes of the sample sessions. Their store is kept in `folder`."""
-    return write_items(exporter, await select_samples(exporter, folder))
+    """The export of the sample sessions. Their store is kept in `folder`."""
+    return export_items(exporter, await select_samples(exporter, folder))
 
 
 async def select_samples(exporter: Exporter, folder: Path) -> list[SessionItem]:
@@ -157,64 +157,69 @@ async def select_samples(exporter: Exporter, folder: Path) -> list[SessionItem]:
         await store.close()
 
 
-def write_items(exporter: Exporter, items: Iterable[SessionItem]) -> bytes:
-    return b"".join([*map(exporter.feed, items), exporter.finish()])
-
-
 _ASK = {"role": "user", "content": "Which files are there? Größe, 東京 🙂"}
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
-_CALLED = {"role": "assistant", "content": "I look.", "tool_calls": [_CALL]}
+_CALLING = {"role": "assistant", "content": "I look.", "tool_calls": [_CALL]}
 _RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "notes.txt"}
 
 
 async def record_samples(path: Path) -> RelationalStore:
-    """A store with sessions of every sort: good, bad and unfinished ones of one task, one with a sub-agent, one whose
-    engine told no log-probabilities, one that trains nothing."""
+    """A store with sessions of every kind: solved, failed and unfinished ones of one task, one with a sub-agent, one
+    whose engine reported no log-probabilities, and one without trainable tokens."""
     store = open_sqlite_store(path)
-    good, bad = _solve("good", "notes.txt"), _solve("bad", "There are none.")
-    delegating = _solve("delegating", "notes.txt")
-    delegating.call([{"role": "user", "content": "You look into files."}], said("I did."), role="subagent")
-    silent = Talk("silent")
-    silent.call([_ASK], said("None."), logprobs=None, logprob_kind="none")
-    aborted = Talk("aborted")
-    aborted.call([_ASK], said("No"), untrainable="aborted")
-    await _record(store, 0, good, reward=1.0)
-    await _record(store, 1, bad, reward=0.0)
-    await _record(store, 2, delegating, task_id="delegation", reward=0.5)
-    await _record(store, 3, silent, task_id="silence", reward=1.0)
-    await _record(store, 4, aborted, task_id="abort", reward=1.0)
-    await _record(store, 5, _solve("cut", "notes"), reason="timeout")
+    good, bad = _make_two_turns("good", "notes.txt"), _make_two_turns("bad", "There are none.")
+    delegating = _make_two_turns("delegating", "notes.txt")
+    delegating.add_call(
+        [{"role": "user", "content": "You look into files."}], make_text_parts("I did."), role="subagent"
+    )
+    silent = ConversationBuilder("silent")
+    silent.add_call([_ASK], make_text_parts("None."), logprobs=None, logprob_kind="none")
+    aborted = ConversationBuilder("aborted")
+    aborted.add_call([_ASK], make_text_parts("No"), untrainable="aborted")
+    await _record_session(store, 0, good, reward=1.0)
+    await _record_session(store, 1, bad, reward=0.0)
+    await _record_session(store, 2, delegating, task_id="delegation", reward=0.5)
+    await _record_session(store, 3, silent, task_id="silence", reward=1.0)
+    await _record_session(store, 4, aborted, task_id="abort", reward=1.0)
+    await _record_session(store, 5, _make_two_turns("cut", "notes"), reason="timeout")
     return store
 
 
-def _solve(session_id: str, answer: str) -> Talk:
-    """Two turns, of which the first calls a tool."""
-    talk = Talk(session_id)
+def _make_two_turns(session_id: str, answer: str) -> ConversationBuilder:
+    """A session of two turns; the first calls a tool."""
+    conversation = ConversationBuilder(session_id)
     calling: list[Part] = [Text("I look."), ToolCall("call_1", "bash", '{"command": "ls"}')]
-    first = talk.call([_ASK], calling, finish_reason="tool_calls")
-    before = talk.exchanges[0]
+    first = conversation.add_call([_ASK], calling, finish_reason="tool_calls")
+    before = conversation.exchanges[0]
     assert before.prompt_ids is not None
     assert before.sampled_ids is not None
-    talk.call([_ASK, _CALLED, _RESULT], said(answer), parent=first)
-    again = talk.exchanges[1]
+    conversation.add_call([_ASK, _CALLING, _RESULT], make_text_parts(answer), parent=first)
+    again = conversation.exchanges[1]
     extended = np.concatenate([before.prompt_ids, before.sampled_ids, np.array([7, 8], np.int32)])
-    talk.exchanges[1] = msgspec.structs.replace(again, prompt_ids=extended)
-    return talk
+    conversation.exchanges[1] = msgspec.structs.replace(again, prompt_ids=extended)
+    return conversation
 
 
-async def _record(
+async def _record_session(
     store: RelationalStore,
     index: int,
-    talk: Talk,
+    conversation: ConversationBuilder,
     *,
     task_id: str = "listing",
     reward: float | None = None,
     reason: str | None = None,
 ) -> None:
-    begun = _START + 60 * index
-    metadata = {"task_id": task_id, "model": "m", "sample": index, "roles": talk.roles}
-    session = Session(talk.session_id, talk.session_id.encode(), begun, metadata=metadata, reward=reward, reason=reason)
-    session.status, session.ended_at = "ended", begun + 30
+    started_at = _START + 60 * index
+    metadata = {"task_id": task_id, "model": "m", "sample": index, "roles": conversation.roles}
+    session = Session(
+        conversation.session_id,
+        conversation.session_id.encode(),
+        started_at,
+        metadata=metadata,
+        reward=reward,
+        reason=reason,
+    )
+    session.status, session.ended_at = "ended", started_at + 30
     await store.create_session(session)
-    for exchange in talk.exchanges:
+    for exchange in conversation.exchanges:
         await store.append(exchange)

@@ -1,4 +1,4 @@
-"""What evaluators are given: real runtimes, in which a script plays the agent."""
+"""Sessions for tests of evaluators: real runtimes in which a script plays the agent."""
 
 import secrets
 from pathlib import Path
@@ -15,7 +15,8 @@ from polar.runtimes.prepare_steps import run_prepare_steps
 FINISHED = Outcome("finished", 0, 1.0)
 
 WITHOUT_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-"""For graders that run pytest: this project's plug-ins take three quarters of the time, and no task has them."""
+"""For graders that run pytest: loading this project's pytest plug-ins takes three quarters of the time, and no task
+uses them."""
 
 WITH_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": ""}
 
@@ -37,17 +38,17 @@ class AgentWork:
         self.judges: dict[str, JudgeSettings] = {}
         self.answer = ""
         self.evidence: list[Evidence] = []
-        self.freshly_made: list[Runtime] = []
+        self.fresh_runtimes: list[Runtime] = []
         self.scratch.mkdir()
         self.logs.mkdir()
 
     async def create_fresh_runtime(self) -> Runtime:
         if self.live:
             return self.agent_runtime
-        runtime = await self._factory.runtime(self.task)
+        runtime = await self._factory.start_runtime(self.task)
         steps = [*self.task.runtime.prepare, *(self.task.runtime.eval_prepare or [])]
         await run_prepare_steps(runtime, steps, log=self.logs / "eval_prepare.log")
-        self.freshly_made.append(runtime)
+        self.fresh_runtimes.append(runtime)
         return runtime
 
 
@@ -58,15 +59,15 @@ class WorkFactory:
         self._backend = backend
         self._folder = folder
 
-    async def runtime(self, task: TaskRequest) -> Runtime:
-        wanted = task.runtime
-        limits = Limits(wanted.cpus, wanted.memory_mb, wanted.processes, wanted.disk_mb)
-        spec = RuntimeSpec(image=wanted.image, workdir=wanted.workdir, env=wanted.env, limits=limits, network="none")
+    async def start_runtime(self, task: TaskRequest) -> Runtime:
+        request = task.runtime
+        limits = Limits(request.cpus, request.memory_mb, request.processes, request.disk_mb)
+        spec = RuntimeSpec(image=request.image, workdir=request.workdir, env=request.env, limits=limits, network="none")
         runtime = await self._backend.create(f"t{secrets.token_hex(8)}", spec)
         await runtime.start()
         return runtime
 
-    async def work(
+    async def create_work(
         self,
         agent: str = "",
         *,
@@ -94,14 +95,14 @@ class WorkFactory:
         )
         folder = self._folder / secrets.token_hex(6)
         folder.mkdir()
-        inside = await self.runtime(request)
-        await run_prepare_steps(inside, request.runtime.prepare, log=folder / "prepare.log")
-        work = AgentWork(self, request, inside, folder)
+        agent_runtime = await self.start_runtime(request)
+        await run_prepare_steps(agent_runtime, request.runtime.prepare, log=folder / "prepare.log")
+        work = AgentWork(self, request, agent_runtime, folder)
         assert work.initial_workspace is not None
-        await inside.get(request.runtime.workdir, work.initial_workspace)
+        await agent_runtime.get(request.runtime.workdir, work.initial_workspace)
         if agent:
-            done = await inside.run(["sh", "-c", agent], output=folder / "agent.log")
-            assert done.exit_code == 0, (folder / "agent.log").read_text()
+            result = await agent_runtime.run(["sh", "-c", agent], output=folder / "agent.log")
+            assert result.exit_code == 0, (folder / "agent.log").read_text()
         if not work.live:
-            await inside.stop()
+            await agent_runtime.stop()
         return work

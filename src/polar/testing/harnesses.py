@@ -1,10 +1,10 @@
-"""What every harness preset must keep:
+"""The contract of every harness preset:
 
     class TestMine(HarnessContract):
         plugin = Mine
 
-The harness itself is not run, unless `runs_here` says that its program is on this machine: then it is given one
-instruction, against a gateway whose engine plays written turns.
+The harness itself runs only if `runs_here` is true, which means that its program is installed on this machine. It then
+gets one instruction and talks to a gateway in front of a scripted engine.
 """
 
 import json
@@ -35,8 +35,8 @@ _RUN_SECONDS = 300.0
 
 class HarnessContract(Contract):
     kind = "harnesses"
-    settings: ClassVar[Mapping[str, Any]] = {}  # without which it can't run
-    is_quoted: ClassVar[bool] = False  # its command is a line for a shell, with the instruction quoted somewhere in it
+    settings: ClassVar[Mapping[str, Any]] = {}  # required settings
+    is_shell_command: ClassVar[bool] = False  # the command is a shell line that contains the quoted instruction
     runs_here: ClassVar[bool] = False
 
     def make_harness(self) -> Harness:
@@ -46,8 +46,8 @@ class HarnessContract(Contract):
     def make_request(self, *servers: McpServer, model: str = "a-model", **settings: Any) -> SetupRequest:
         return SetupRequest(HOME, "/somewhere/work", URL, KEY, model, servers, {**self.settings, **settings})
 
-    def set_up(self) -> HarnessSetup:
-        """With everything that it takes."""
+    def make_setup(self) -> HarnessSetup:
+        """A setup that uses every feature of the harness."""
         servers = (STDIO_SERVER, REMOTE_SERVER) if self.make_harness().supports_mcp else ()
         return self.make_harness().setup(self.make_request(*servers))
 
@@ -60,7 +60,11 @@ class HarnessContract(Contract):
         assert harness.package is None or isinstance(harness.package, Package)
         assert isinstance(harness.call_patterns, CallPatterns)
         patterns = harness.call_patterns
-        headers = [*patterns.agent_headers, *patterns.subagent_headers, *(one.header for one in patterns.role_patterns)]
+        headers = [
+            *patterns.agent_headers,
+            *patterns.subagent_headers,
+            *(pattern.header for pattern in patterns.role_patterns),
+        ]
         assert all(header is None or header == header.lower() for header in headers)
 
     def test_it_is_found_by_its_command(self) -> None:
@@ -76,30 +80,30 @@ class HarnessContract(Contract):
         assert KEY in variables.values()
 
     def test_it_writes_nothing_itself_and_is_always_the_same(self) -> None:
-        assert self.set_up() == self.set_up()
+        assert self.make_setup() == self.make_setup()
         assert not Path("/somewhere").exists()
 
     def test_files_can_be_read_and_lie_below_the_home(self) -> None:
-        setup, harness = self.set_up(), self.make_harness()
-        parse_files(setup)
+        setup, harness = self.make_setup(), self.make_harness()
+        parse_config_files(setup)
         for path in setup.files:
             assert not path.startswith("/")
             assert ".." not in PurePosixPath(path).parts
-        for below in (*harness.log_paths, *filter(None, [harness.skills_folder])):
-            assert not below.startswith("/")
+        for path in (*harness.log_paths, *filter(None, [harness.skills_folder])):
+            assert not path.startswith("/")
 
     def test_the_key_is_in_no_file_and_nothing_is_of_this_machine(self) -> None:
-        setup = self.set_up()
+        setup = self.make_setup()
         for content in setup.files.values():
             assert KEY not in content
-            for place in (str(Path.home()) + "/", os.getcwd()):
-                assert place not in content
+            for machine_path in (str(Path.home()) + "/", os.getcwd()):
+                assert machine_path not in content
         for variable, value in setup.env.items():
             if "/" in value and not value.startswith("http") and not value.startswith("openai/"):
                 assert value.startswith(HOME), variable  # nothing leads to the user's own files
 
     def test_a_strange_model_name_breaks_no_file(self) -> None:
-        parse_files(self.make_harness().setup(self.make_request(model='org/"quoted"\\ 🙂')))
+        parse_config_files(self.make_harness().setup(self.make_request(model='org/"quoted"\\ 🙂')))
 
     def test_unknown_settings_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="tempo") as error:
@@ -115,7 +119,7 @@ class HarnessContract(Contract):
         assert all(isinstance(word, str) for word in argv)
         if harness.package is not None:
             assert argv[0] == harness.package.executable
-        if not self.is_quoted:
+        if not self.is_shell_command:
             assert " ".join(argv).endswith(INSTRUCTION)
             assert not any("tee" in word.split() or "||" in word for word in argv[:-1])
         assert argv == harness.build_command(INSTRUCTION, dict(self.settings))
@@ -134,7 +138,7 @@ class HarnessContract(Contract):
             variables = filter_environment(os.environ) | build_environment(gateway.url, gateway.key, model)
             argv = harness.build_command("Say that you are done.", dict(self.settings))
             assert shutil.which(argv[0]), f"{argv[0]} is not on PATH"
-            done = subprocess.run(
+            completed = subprocess.run(
                 argv,
                 env=variables | {"HOME": str(home)} | setup.env,
                 cwd=workdir,
@@ -144,21 +148,21 @@ class HarnessContract(Contract):
                 timeout=_RUN_SECONDS,
                 check=False,
             )
-            assert done.returncode == 0, done.stderr
+            assert completed.returncode == 0, completed.stderr
             exchanges = gateway.exchanges()
         assert [exchange.status for exchange in exchanges] == ["complete"] * len(exchanges) != []
 
 
-def parse_files(setup: HarnessSetup) -> dict[str, Any]:
+def parse_config_files(setup: HarnessSetup) -> dict[str, Any]:
     """Every config file whose format has a parser, by path; scripts are compiled."""
-    found = {}
+    parsed = {}
     for path, content in setup.files.items():
         suffix = PurePosixPath(path).suffix
         if suffix == ".py":
             compile(content, path, "exec")
         elif suffix in _PARSERS:
-            found[path] = _PARSERS[suffix](content)
-    return found
+            parsed[path] = _PARSERS[suffix](content)
+    return parsed
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads, ".yaml": yaml.safe_load}

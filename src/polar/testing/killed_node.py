@@ -1,8 +1,8 @@
-"""A node that is killed: `python -m polar.testing.killed_node WHAT PLUGIN STATE IMAGE MARK ID...`, with PLUGIN as
-module:class, - for no image, and WHAT it does until then:
+"""A node that a test kills: `python -m polar.testing.killed_node ACTIVITY PLUGIN STATE IMAGE MARK ID...`. PLUGIN is
+module:class, and IMAGE is - for none. ACTIVITY is what the node does until it is killed:
 
-    run    commands run in all runtimes but the last, which was never started
-    churn  for each id, runtimes are made, used, stopped, started again and removed, over and over
+    run    runs commands in all runtimes but the last, which is never started
+    churn  creates, uses, stops, restarts and removes runtimes for each id, over and over
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from polar.runtimes.base import Limits, RuntimeBackend, RuntimeSpec
 DAEMONS = "(setsid sh -c 'trap \"\" TERM; sleep 300' &); (setsid sh -c 'sleep 300 & sleep 300' &); "
 
 
-async def run(backend: RuntimeBackend, spec: RuntimeSpec, ids: list[str]) -> None:
+async def run_until_killed(backend: RuntimeBackend, spec: RuntimeSpec, ids: list[str]) -> None:
     runtimes = [await backend.create(id, spec) for id in ids]
     for runtime in runtimes[:-1]:
         await runtime.start()
@@ -26,7 +26,7 @@ async def run(backend: RuntimeBackend, spec: RuntimeSpec, ids: list[str]) -> Non
     await asyncio.gather(*running)
 
 
-async def churn(backend: RuntimeBackend, spec: RuntimeSpec, id: str) -> None:
+async def churn_runtimes(backend: RuntimeBackend, spec: RuntimeSpec, id: str) -> None:
     for number in itertools.count():
         runtime = await backend.create(f"{id}n{number}", spec)
         await runtime.start()
@@ -44,17 +44,17 @@ def _report_running() -> None:
     sys.stdout.flush()
 
 
-async def main(what: str, plugin_path: str, state: str, image: str, mark: str, *ids: str) -> None:
-    module, _, name = plugin_path.partition(":")
-    backend: RuntimeBackend = getattr(importlib.import_module(module), name)(Path(state), "http://127.0.0.1:9")
+async def main(activity: str, plugin_path: str, state: str, image: str, mark: str, *ids: str) -> None:
+    module, _, class_name = plugin_path.partition(":")
+    backend: RuntimeBackend = getattr(importlib.import_module(module), class_name)(Path(state), "http://127.0.0.1:9")
     spec = RuntimeSpec(
         image=None if image == "-" else image, env={"MARK": mark}, limits=Limits(memory_mb=128, processes=64)
     )
-    if what == "run":
-        await run(backend, spec, list(ids))
+    if activity == "run":
+        await run_until_killed(backend, spec, list(ids))
     else:
         small = RuntimeSpec(image=spec.image, env=spec.env, limits=Limits(memory_mb=128, processes=64, disk_mb=16))
-        await asyncio.gather(*(churn(backend, (spec, small)[number % 2], id) for number, id in enumerate(ids)))
+        await asyncio.gather(*(churn_runtimes(backend, (spec, small)[number % 2], id) for number, id in enumerate(ids)))
 
 
 if __name__ == "__main__":

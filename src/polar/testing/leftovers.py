@@ -1,7 +1,7 @@
-"""What is on the machine because of a test: processes, mounts, cgroups, loop devices, descriptors, folders.
+"""Finds what a test left on the machine: processes, mounts, cgroups, loop devices, descriptors and folders.
 
-Others use the machine too, so what is a test's own is recognized by its names: a mark in the environment of what
-commands start, the state folder in mounts and arguments, ids in the names of cgroups.
+Other programs use the machine too, so a test's own resources are recognized by name: by a mark in the environment of
+the processes, by the state folder in mounts and arguments, and by runtime ids in the names of cgroups.
 """
 
 import os
@@ -9,25 +9,25 @@ from pathlib import Path
 
 
 def list_processes(mark: str, *, children: bool = True) -> list[str]:
-    """Those that carry the mark in their environment or arguments, and children of this process."""
-    found = []
-    wanted = mark.encode()
+    """Processes with the mark in their environment or arguments, and, with `children`, children of this process."""
+    processes = []
+    encoded_mark = mark.encode()
     for name in filter(str.isdigit, os.listdir("/proc")):
         folder = Path("/proc", name)
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             command = (folder / "cmdline").read_bytes()
-            own = children and int(fields[1]) == os.getpid()
-            ours = own or wanted in (folder / "environ").read_bytes() or wanted in command
+            is_child = children and int(fields[1]) == os.getpid()
+            is_ours = is_child or encoded_mark in (folder / "environ").read_bytes() or encoded_mark in command
         except OSError:
             continue
-        if ours and int(name) != os.getpid() and fields[0] != "Z":
-            found.append(f"{name} {command.replace(bytes(1), b' ').decode(errors='replace').strip()}")
-    return found
+        if is_ours and int(name) != os.getpid() and fields[0] != "Z":
+            processes.append(f"{name} {command.replace(bytes(1), b' ').decode(errors='replace').strip()}")
+    return processes
 
 
-def list_all(state: Path, ids: list[str], mark: str) -> dict[str, list[str]]:
-    """By kind of thing; all empty when nothing is left."""
+def list_leftovers(state: Path, ids: list[str], mark: str) -> dict[str, list[str]]:
+    """Leftovers by kind. All lists are empty when nothing is left."""
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     backing = [path.read_text().strip() for path in Path("/sys/block").glob("loop*/loop/backing_file")]
     return {
@@ -39,5 +39,5 @@ def list_all(state: Path, ids: list[str], mark: str) -> dict[str, list[str]]:
     }
 
 
-def count_descriptors() -> int:
+def count_open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))

@@ -1,5 +1,5 @@
-"""Sessions made by hand, and random ones: every way in which calls of a session hang together, with so few different
-tokens that prefixes are shared by accident too."""
+"""Token paths for tests, and Hypothesis strategies for random sessions: every way in which calls of a session can share
+a history, over so few different tokens that prefixes coincide by accident too."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ PLACEHOLDER = 9
 ROLES: list[ExchangeRole] = ["main", "subagent", "compaction", "auxiliary"]
 
 Symbol = tuple[int, bytes | None]
-"""What the model sees at a place: a token, and the image that begins there."""
+"""What the model sees at one position: a token, and the digest of an image that begins there."""
 
 
-def path(
+def make_path(
     seq: int,
     prompt: Sequence[int] | TokenIds,
     sampled: Sequence[int] | TokenIds,
@@ -32,21 +32,23 @@ def path(
     images: Sequence[Image] = (),
     scale: float | None = None,
 ) -> TokenPath:
-    """Every sampled token has a log-probability of its own, so that it is known wherever it turns up."""
-    name = exchange_id or f"{session_id}-x{seq}"
-    trains = len(sampled) if trainable is None else trainable
-    rest = [ExcludedSpan(name, trains, len(sampled), "undelivered")] if trains < len(sampled) else []
-    own = (-(np.arange(len(sampled)) + 1) / 64 - seq).astype(np.float32)
+    """A call of a session. Every sampled token has a different log-probability, so that a test can recognize it."""
+    exchange_id = exchange_id or f"{session_id}-x{seq}"
+    num_trainable = len(sampled) if trainable is None else trainable
+    excluded = (
+        [ExcludedSpan(exchange_id, num_trainable, len(sampled), "undelivered")] if num_trainable < len(sampled) else []
+    )
+    distinct_logprobs = (-(np.arange(len(sampled)) + 1) / 64 - seq).astype(np.float32)
     return TokenPath(
         session_id=session_id,
-        exchange_id=name,
+        exchange_id=exchange_id,
         seq=seq,
         prompt=np.array(prompt, np.int32),
         sampled=np.array(sampled, np.int32),
-        logprobs=own if logprobs else None,
+        logprobs=distinct_logprobs if logprobs else None,
         versions=np.arange(len(sampled), dtype=np.int32) // 2 + seq,
-        num_trainable=trains,
-        excluded=rest,
+        num_trainable=num_trainable,
+        excluded=excluded,
         role=role,
         agent_id=agent_id,
         branch_reason=f"reason {seq}",
@@ -58,27 +60,27 @@ def path(
     )
 
 
-def session(*paths: TokenPath, reward: float | None = 1.0, reason: str | None = None) -> SessionPaths:
+def make_session_paths(*paths: TokenPath, reward: float | None = 1.0, reason: str | None = None) -> SessionPaths:
     return SessionPaths(paths[0].session_id if paths else "s", list(paths), reward, reason)
 
 
-def symbols(path: TokenPath) -> tuple[Symbol, ...]:
-    """A path as the model sees it, up to its last trainable token."""
+def list_symbols(path: TokenPath) -> tuple[Symbol, ...]:
+    """The path as the model sees it, up to its last trainable token."""
     digests = {image.position: image.digest for image in path.images}
-    whole = [*path.prompt.tolist(), *path.sampled[: path.num_trainable].tolist()]
-    return tuple((token, digests.get(place)) for place, token in enumerate(whole))
+    tokens = [*path.prompt.tolist(), *path.sampled[: path.num_trainable].tolist()]
+    return tuple((token, digests.get(position)) for position, token in enumerate(tokens))
 
 
-tokens = st.lists(st.integers(0, 2), max_size=4)
+token_lists = st.lists(st.integers(0, 2), max_size=4)
 
 
 @st.composite
 def contexts(draw: st.DrawFn) -> list[Symbol]:
-    """What stands between sampled turns: text, and sometimes an image."""
-    made: list[Symbol] = [(token, None) for token in draw(tokens)]
+    """The context between sampled turns: text, and sometimes an image."""
+    context: list[Symbol] = [(token, None) for token in draw(token_lists)]
     if draw(st.integers(0, 5)) == 0:
-        made += [(PLACEHOLDER, draw(st.sampled_from([b"cat", b"dog"]))), (PLACEHOLDER, None)]
-    return made
+        context += [(PLACEHOLDER, draw(st.sampled_from([b"cat", b"dog"]))), (PLACEHOLDER, None)]
+    return context
 
 
 @st.composite
@@ -88,27 +90,27 @@ def sampled_sessions(draw: st.DrawFn, session_id: str = "s", roots: Sequence[lis
     paths = []
     logprobs = draw(st.sampled_from([[True], [True], [False], [True, False]]))  # most engines give them, or don't
     for seq in range(draw(st.integers(0, 8))):
-        way = (
+        origin = (
             draw(st.sampled_from(["root", "extend", "extend", "extend", "fork", "retry", "same"])) if known else "root"
         )
-        sampled = draw(tokens)
-        if way == "root":
+        sampled = draw(token_lists)
+        if origin == "root":
             beginnings = [st.sampled_from(list(roots))] if roots else []
             prompt = draw(st.one_of(*beginnings, contexts()))
         else:
-            before, said, delivered = draw(st.sampled_from(known))
-            if way == "extend":  # from what trains of it, or from more or less than that
-                kept = draw(st.sampled_from([delivered, len(said), draw(st.integers(0, len(said)))]))
-                prompt = [*before, *((token, None) for token in said[:kept]), *draw(contexts())]
-            elif way == "fork":  # a history that was rewritten somewhere
-                prompt = [*before[: draw(st.integers(0, len(before)))], *draw(contexts())]
+            prompt_before, reply, delivered = draw(st.sampled_from(known))
+            if origin == "extend":  # from its trainable tokens, or from more or fewer
+                kept = draw(st.sampled_from([delivered, len(reply), draw(st.integers(0, len(reply)))]))
+                prompt = [*prompt_before, *((token, None) for token in reply[:kept]), *draw(contexts())]
+            elif origin == "fork":  # a history that was rewritten somewhere
+                prompt = [*prompt_before[: draw(st.integers(0, len(prompt_before)))], *draw(contexts())]
             else:
-                prompt = before
-                sampled = said if way == "same" else sampled
+                prompt = prompt_before
+                sampled = reply if origin == "same" else sampled
         trainable = draw(st.sampled_from([len(sampled), len(sampled), 0, draw(st.integers(0, len(sampled)))]))
         known.append((prompt, sampled, trainable))
         paths.append(
-            path(
+            make_path(
                 seq,
                 [token for token, _ in prompt],
                 sampled,
@@ -118,13 +120,13 @@ def sampled_sessions(draw: st.DrawFn, session_id: str = "s", roots: Sequence[lis
                 agent_id=draw(st.sampled_from([None, "a", "b"])),
                 logprobs=draw(st.sampled_from(logprobs)),
                 reward=draw(st.sampled_from([None, 0.5])),
-                images=[Image(place, digest) for place, (_, digest) in enumerate(prompt) if digest is not None],
+                images=[Image(position, digest) for position, (_, digest) in enumerate(prompt) if digest is not None],
             )
         )
     return SessionPaths(session_id, paths, reward=draw(st.sampled_from([0.0, 1.0])))
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> list[SessionPaths]:
+def session_groups(draw: st.DrawFn) -> list[SessionPaths]:
     roots = draw(st.lists(contexts(), min_size=1, max_size=2))
     return [draw(sampled_sessions(f"s{number}", roots)) for number in range(draw(st.integers(1, 3)))]

@@ -1,6 +1,6 @@
-"""What a step trains on: the sessions of some groups, with an advantage for each of their tokens.
+"""The training data of a step: the sessions of some groups, with an advantage for each of their tokens.
 
-Group -> Trained (what is left of it, with advantages), or why nothing is -> Batch: one forest, and its columns
+RolloutGroup -> TrainingGroup (or the reason why the group is dropped) -> Batch: the packed trees, and their columns
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from polar.train import grpo
 from polar.train.groups import RolloutGroup, TokenColumns, prune_tree
-from polar.train.packing import Forest, TokenTree, pack_forest
+from polar.train.packing import PackedTrees, TokenTree, pack_trees
 from polar.train.settings import GrpoSettings
 
 DropReason = Literal["no_signal", "too_few"]
-"""Why a group is left out: its sessions all earned the same, or fewer than two are there to be compared."""
+"""Why a group is dropped: its sessions all earned the same, or fewer than two can be compared."""
 
 
 class TrainingGroup(Struct):
@@ -33,38 +33,40 @@ class TrainingGroup(Struct):
 
 
 def mark_stale_sessions(group: RolloutGroup, lag_of_version: Callable[[int], int], max_lag: int) -> None:
-    """Sessions with a token of a policy that is more than `most` steps old get the reason `stale`."""
-    for part in group.trees:
-        versions, places = np.unique(part.columns.version, return_inverse=True)
-        late = np.array([lag_of_version(int(version)) > max_lag for version in versions], bool)[places]
-        for number in np.unique(part.columns.session[late]).tolist():
-            group.members[number].reason = group.members[number].reason or "stale"
+    """Gives sessions with a token whose policy is more than `max_lag` steps old the reason `stale`."""
+    for annotated_tree in group.trees:
+        versions, version_indices = np.unique(annotated_tree.columns.version, return_inverse=True)
+        is_stale = np.array([lag_of_version(int(version)) > max_lag for version in versions], bool)[version_indices]
+        for member_index in np.unique(annotated_tree.columns.session[is_stale]).tolist():
+            group.members[member_index].reason = group.members[member_index].reason or "stale"
 
 
 def select_training_sessions(group: RolloutGroup, settings: GrpoSettings) -> TrainingGroup | DropReason:
-    """Or why nothing of it is."""
-    places = group.trainable_indices
-    if len(places) < 2:
+    """The group's sessions that are trained on, with their advantages, or the reason why the group is dropped."""
+    member_indices = group.trainable_indices
+    if len(member_indices) < 2:
         return "too_few"
-    graded = [group.members[place] for place in places]
+    graded = [group.members[member_index] for member_index in member_indices]
     rewards = [member.reward for member in graded if member.reward is not None]
     turns = [[member.turn_rewards.get(turn, 0.0) for turn in member.turns] for member in graded]
-    found = grpo.compute_advantages(rewards, turns, baseline=settings.advantage, scale=settings.scale)
-    if settings.filter and not any(row.any() for row in found):
+    advantages = grpo.compute_advantages(rewards, turns, baseline=settings.advantage, scale=settings.scale)
+    if settings.filter and not any(row.any() for row in advantages):
         return "no_signal"
-    parts = [
-        part for whole in group.trees if (part := prune_tree(whole, np.isin(whole.columns.session, places))) is not None
+    pruned_trees = [
+        pruned
+        for annotated_tree in group.trees
+        if (pruned := prune_tree(annotated_tree, np.isin(annotated_tree.columns.session, member_indices))) is not None
     ]
-    if not parts:
+    if not pruned_trees:
         return "too_few"
-    columns = TokenColumns.concatenate([part.columns for part in parts])
-    table = np.zeros((len(group.members), max(len(row) for row in found)))
-    for place, row in zip(places, found, strict=True):
-        table[place, : len(row)] = row
+    columns = TokenColumns.concatenate([pruned.columns for pruned in pruned_trees])
+    table = np.zeros((len(group.members), max(len(row) for row in advantages)))
+    for member_index, row in zip(member_indices, advantages, strict=True):
+        table[member_index, : len(row)] = row
     return TrainingGroup(
         index=group.index,
         sessions=[member.session_id for member in graded],
-        trees=[part.tree for part in parts],
+        trees=[pruned.tree for pruned in pruned_trees],
         columns=columns,
         advantage=table[columns.session, columns.turn],
     )
@@ -74,15 +76,15 @@ class Batch(Struct):
     """Columns have an entry for each trained token of the groups, in their order."""
 
     groups: list[TrainingGroup]
-    forest: Forest
+    packed: PackedTrees
     columns: TokenColumns
     advantage: NDArray[np.float32]
-    weight: NDArray[np.float32]  # of a token in the loss; all of them are 1 together
+    weight: NDArray[np.float32]  # of each token in the loss; they add up to 1
 
     @classmethod
     def from_groups(cls, groups: Sequence[TrainingGroup], normalize: Literal["session", "token"]) -> "Batch":
-        """Sessions count alike, or tokens do. A session without trained tokens counts, too: it had its say in the
-        others' advantages."""
+        """With `session`, sessions have equal weight, including those without trained tokens, which affected the
+        others' advantages. With `token`, tokens have equal weight."""
         columns = TokenColumns.concatenate([group.columns for group in groups])
         if normalize == "session":
             weight = columns.weight / sum(len(group.sessions) for group in groups)
@@ -90,7 +92,7 @@ class Batch(Struct):
             weight = np.full(len(columns.weight), 1 / len(columns.weight))
         return cls(
             groups=list(groups),
-            forest=pack_forest([tree for group in groups for tree in group.trees]),
+            packed=pack_trees([tree for group in groups for tree in group.trees]),
             columns=columns,
             advantage=np.concatenate([group.advantage for group in groups]).astype(np.float32),
             weight=weight.astype(np.float32),

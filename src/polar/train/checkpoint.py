@@ -1,12 +1,12 @@
-"""What a run leaves on the disk: checkpoints to resume it from, its journal, and the trained model.
+"""The files of a run: checkpoints to resume from, the journal, and the trained model.
 
-    OUTPUT/run.json                    who this is at the service: the same in every start
+    OUTPUT/run.json                    the run's id at the service, the same in every process
     OUTPUT/checkpoints/step-000012/    weights.safetensors, learner.pt, progress.json
     OUTPUT/journal.jsonl               the sessions of each step, up to the last checkpoint
     OUTPUT/model/                      the trained model, for any engine
 
-A checkpoint holds weights, optimizer, randomness and how far the rollouts got. It is there whole or not at all. What
-the journal says beyond it was lost with the process and is cut off, so each session stands in it once.
+A checkpoint holds weights, optimizer, random state and the progress of the rollouts. It is written atomically. Journal
+entries after the last checkpoint were lost with the process and are truncated, so each session occurs once.
 """
 
 import hashlib
@@ -34,13 +34,13 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
 class Progress(Struct):
     step: int = 0
     version: int = 0
-    cursor: int = 0  # of the last group that was looked at
+    cursor: int = 0  # of the last collected group
     settled: SettledGroups = field(default_factory=SettledGroups)
-    steps_of: dict[int, int] = field(default_factory=lambda: {0: 0})  # by version: whose weights it has
+    steps_of: dict[int, int] = field(default_factory=lambda: {0: 0})  # by version: the step whose weights it has
 
 
 class JournalEntry(Struct):
-    """A step, in the journal."""
+    """One step in the journal."""
 
     step: int
     sessions: list[str]
@@ -48,7 +48,7 @@ class JournalEntry(Struct):
 
 class _RunIdentity(Struct):
     id: str
-    order: str  # stands for the seed and the tasks
+    order: str  # a digest of the seed and the tasks
 
 
 class CheckpointStore:
@@ -64,28 +64,28 @@ class CheckpointStore:
             ) from error
 
     def load_or_create_run_id(self, name: str, seed: int, tasks: Iterable[str]) -> str:
-        """Of this run, at the service: another output folder is another run. How far it got is counted in the order of
-        its tasks, so they must stay the same. Raises ConfigError."""
+        """The run's id at the service; each output folder has its own. Progress is counted in the order of the tasks,
+        so seed and tasks must not change. Raises ConfigError."""
         path = self._output / "run.json"
         order = hashlib.sha256(msgspec.json.encode([seed, *tasks])).hexdigest()
         if not path.exists():
             write_file_atomically(path, msgspec.json.encode(_RunIdentity(f"{name}-{secrets.token_hex(4)}", order)))
-        found = msgspec.json.decode(path.read_bytes(), type=_RunIdentity)
-        if found.order != order:
+        identity = msgspec.json.decode(path.read_bytes(), type=_RunIdentity)
+        if identity.order != order:
             raise ConfigError(
                 f"The run in {self._output} has another seed, or other tasks: name another output folder."
             )
-        return found.id
+        return identity.id
 
-    def latest(self) -> Path | None:
+    def find_latest(self) -> Path | None:
         return max(self._folder.glob("step-*"), default=None)
 
     def load(self, learner: "Learner") -> Progress:
-        """The latest one; the beginning where there is none."""
+        """Restores the latest checkpoint. Without one, progress starts at zero."""
         import torch
         from safetensors.torch import load_file
 
-        folder = self.latest()
+        folder = self.find_latest()
         if folder is None:
             return Progress()
         weights = load_file(folder / _WEIGHTS_FILE)
@@ -94,7 +94,7 @@ class CheckpointStore:
         return msgspec.json.decode((folder / _PROGRESS_FILE).read_bytes(), type=Progress)
 
     def save(self, progress: Progress, learner: "Learner", entries: Iterable[JournalEntry]) -> None:
-        """`entries` are those of the steps since the last one."""
+        """`entries` are those of the steps since the last checkpoint."""
         import torch
         from safetensors.torch import save_file
 
@@ -103,7 +103,7 @@ class CheckpointStore:
                 journal.write(msgspec.json.encode(entry) + b"\n")
         fsync_path(self._output / "journal.jsonl")
         with create_folder_atomically(self._folder / f"step-{progress.step:06}") as folder:
-            weights = {name: tensor.cpu().contiguous() for name, tensor in learner.weights().items()}
+            weights = {name: tensor.cpu().contiguous() for name, tensor in learner.get_trained_weights().items()}
             save_file(weights, folder / _WEIGHTS_FILE)
             torch.save(learner.state_dict(), folder / _LEARNER_FILE)
             (folder / _PROGRESS_FILE).write_bytes(msgspec.json.encode(progress))
@@ -111,7 +111,7 @@ class CheckpointStore:
             shutil.rmtree(old)
 
     def read_journal(self, step: int) -> list[JournalEntry]:
-        """Up to a step; what came later is removed."""
+        """Reads the entries up to `step` and removes later ones."""
         return truncate_after_step(self._output / "journal.jsonl", step, JournalEntry)
 
 
@@ -123,45 +123,45 @@ class _StepLine(Struct):
 
 
 def truncate_after_step(path: Path, step: int, kind: type[T]) -> list[T]:
-    """The lines of a file that are of the first steps, as which it is written anew. A line that was cut off was the
-    last one."""
-    kept, found = [], []
+    """Reads the records up to `step` from a JSONL file and removes the others, including an incomplete last line."""
+    kept_lines, records = [], []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         if line.endswith(b"\n") and msgspec.json.decode(line, type=_StepLine).step <= step:
-            kept.append(line)
-            found.append(msgspec.json.decode(line, type=kind))
+            kept_lines.append(line)
+            records.append(msgspec.json.decode(line, type=kind))
     if path.exists():
-        write_file_atomically(path, b"".join(kept))
-    return found
+        write_file_atomically(path, b"".join(kept_lines))
+    return records
 
 
 # The trained model
 
 
 def export_model(model: Any, base: Path, folder: Path) -> None:
-    """A folder that any engine can serve: the weights with adapters merged in, and the tokenizer as it was."""
+    """Writes a model folder that any engine can serve: the weights with adapters merged in, and the other files of
+    `base`."""
     from safetensors.torch import save_file
 
     from polar.weight_sync.merged_weights import get_merged_weights
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    tied = set(inner.all_tied_weights_keys)  # none where its config ties nothing
-    with create_folder_atomically(folder) as made:
+    tied = set(inner.all_tied_weights_keys)  # empty if the config ties nothing
+    with create_folder_atomically(folder) as new_folder:
         for file in base.iterdir():
             if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
-                shutil.copyfile(file, made / file.name)
+                shutil.copyfile(file, new_folder / file.name)
         weights = {
             name: tensor.cpu().contiguous() for name, tensor in get_merged_weights(model).items() if name not in tied
         }
-        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, new_folder / "model.safetensors", metadata={"format": "pt"})
 
 
-# Files that are there whole or not at all
+# Atomic writes
 
 
 @contextmanager
 def create_folder_atomically(path: Path) -> Iterator[Path]:
-    """A folder to be filled, which takes its name when all that is in it is on the disk."""
+    """Yields a temporary folder, which gets its final name once its contents are on disk."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""Chains of small steps as one, by PyTorch's compiler: on a GPU each step by itself reads and writes everything.
+"""Fuses chains of small operations with PyTorch's compiler: unfused, each one reads and writes whole tensors on a GPU.
 
-A model is changed as an instance. What its library has for all models of a class stays as it is, so that a fused and an
-unfused model can run side by side.
+Only the given model instance is patched. The library's functions stay unchanged, so that a fused and an unfused model
+can run in one process.
 """
 
 import inspect
@@ -16,27 +16,27 @@ import torch._dynamo
 import torch._functorch.config
 
 _MAX_COMPILED_VARIANTS = 64
-"""Of a compiled function."""
+"""Variants per compiled function."""
 _ROTATION_FUNCTION = "apply_rotary_pos_emb"
 _HEAD_DIMENSION_ARGUMENT = "unsqueeze_dim"
-"""Its argument that says where heads are among the dimensions: 1, as attention wants it, or 2."""
+"""The argument that names the dimension of the heads: 1, as attention needs it, or 2."""
 
 
 @cache
 def compile_dynamic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For tensors of all lengths."""
+    """Compiles a function for tensors of all lengths."""
     return torch.compile(function, dynamic=True)
 
 
 @contextmanager
-def compiler_settings() -> Iterator[None]:
-    """What the compiler is to know wherever something fused runs: PyTorch keeps such settings by context, and a trainer
-    is made in another one than it computes in."""
-    more = max(torch._dynamo.config.recompile_limit, _MAX_COMPILED_VARIANTS)
+def use_compiler_settings() -> Iterator[None]:
+    """The compiler settings that fused functions need. PyTorch keeps such settings per thread context, and a trainer is
+    created in another one than it computes in."""
+    limit = max(torch._dynamo.config.recompile_limit, _MAX_COMPILED_VARIANTS)
     with (
         # All modules of a class share one function: each width, rank, type and gradient mode of theirs compiles it once
         # more. Beyond a limit (8, as PyTorch has it) it silently runs uncompiled again, and takes twice the memory.
-        torch._dynamo.config.patch(recompile_limit=more),
+        torch._dynamo.config.patch(recompile_limit=limit),
         # Else what goes into a feed-forward part's last product is kept beside the two that it is made of in no time.
         torch._functorch.config.patch(ban_recompute_materialized_backward=False),
     ):

@@ -1,8 +1,8 @@
-"""A group as it comes from the rollout service: all sessions of a task, as trees or traces, with what trains in them.
+"""Reads a group from the rollout service: all sessions of a task, as token trees with training data.
 
-    a group's tree (prefix_tree), or its sessions' traces (any other builder) -> Group: trees with columns
+    a group's tree (prefix_tree), or its sessions' traces (any other builder) -> RolloutGroup: trees with columns
 
-A column has one entry for each trained token of each sampling; nothing of it depends on how a session was split.
+A column has one entry for each trained token of each sampling. It does not depend on how a session was split.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from polar.trajectory.document_check import check_received, check_received_tree,
 from polar.trajectory.verify import Problem
 
 CHECK_ALL = SessionChecker()
-"""Checks every session that comes."""
+"""Checks every session."""
 UNKNOWN_LOGPROB = np.float32(np.nan)
 
 
@@ -36,15 +36,16 @@ class GroupMember(Struct):
 
     session_id: str
     reward: float | None
-    reason: str | None  # why it is not trained: the service's, or the trainer's own
-    turns: list[str] = field(default_factory=list)  # its exchanges that train, in the order in which they were made
+    reason: str | None  # why it is not trained: set by the service or by the trainer
+    turns: list[str] = field(default_factory=list)  # exchanges with trained tokens, in time order
     turn_rewards: dict[str, float] = field(default_factory=dict)
-    trained_tokens: int = 0  # that train
+    trained_tokens: int = 0
     suspicious: bool = False  # proven to have tampered with its grading
 
 
 class TokenColumns(Struct):
-    """Of the trained tokens. `session` and `turn` count through the group's members and a member's turns."""
+    """Columns with one entry per trained token. `session` is the index of a member, `turn` the index of a member's
+    turn."""
 
     session: NDArray[np.int64]
     turn: NDArray[np.int64]
@@ -68,7 +69,7 @@ class AnnotatedTree(Struct):
 
 
 class RolloutGroup(Struct):
-    index: int  # its place in the order of training
+    index: int  # its position in the order of training
     task_id: str
     cursor: int
     members: list[GroupMember]
@@ -79,33 +80,36 @@ class RolloutGroup(Struct):
 
     @property
     def trainable_indices(self) -> list[int]:
-        """Members that are trained on."""
+        """Indices of the members that are trained on."""
         return [
             number for number, member in enumerate(self.members) if member.reason is None and member.reward is not None
         ]
 
 
-def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
-    """`data` is the group as the feed gave it, and `tree` its `prefix_tree`. Sessions that aren't in the tree, since
-    they ended before they began, say, are still members. Those that fail the check are members with that reason."""
+def build_group_from_tree(
+    data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL
+) -> RolloutGroup:
+    """`data` is the group from the results feed, and `tree` its `prefix_tree`. Sessions without tokens, for example
+    those that failed before they started, are not in the tree but are still members. A session that fails the check is
+    a member with that reason."""
     document = GroupResult.model_validate_json(data)
     received = wire.tree_from_dict(tree)
     in_tree = {session.session_id: session for session in received.sessions}
     members = []
-    for one in document.results:
-        member = GroupMember(one.session_id, one.reward, one.reason, suspicious=one.suspicious)
-        if (there := in_tree.get(one.session_id)) is not None:
-            member.turn_rewards = there.turn_rewards
-            if there.reason in HOLD_REASONS:  # the service held it back when it made the tree
-                member.reward, member.reason = None, there.reason
+    for result in document.results:
+        member = GroupMember(result.session_id, result.reward, result.reason, suspicious=result.suspicious)
+        if (tree_session := in_tree.get(result.session_id)) is not None:
+            member.turn_rewards = tree_session.turn_rewards
+            if tree_session.reason in HOLD_REASONS:  # the service held it back when it made the tree
+                member.reward, member.reason = None, tree_session.reason
         members.append(member)
     group = RolloutGroup(index, document.task_id, document.cursor, members, [], unique=received.tokens.unique)
     group.excluded_tokens.update(_count_excluded(received.excluded))
     problems = _make_problem_finder(received)
     for member in members:
         _hold_back_if_invalid(member, group, checker, partial(problems, member.session_id))
-    held = {member.session_id for member in members if member.reason in HOLD_REASONS}
-    stretches = [
+    held_back_ids = {member.session_id for member in members if member.reason in HOLD_REASONS}
+    spans = [
         _SampledSpan(
             term.session_id,
             term.exchange_id,
@@ -117,16 +121,16 @@ def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: Sess
             term.node,
         )
         for term in received.terms
-        if term.session_id not in held
+        if term.session_id not in held_back_ids
     ]
-    return _build_group(group, [_FlatTree(received.ids, received.starts, received.parents, stretches)])
+    return _build_group(group, [_FlatTree(received.ids, received.starts, received.parents, spans)])
 
 
-def group_from_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
-    """Of a group as the feed gave it: each trace is a tree of one path."""
+def build_group_from_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
+    """`data` is the group from the results feed. Each trace becomes a tree of one path."""
     document = GroupResult.model_validate_json(data)
     group = RolloutGroup(index, document.task_id, document.cursor, [], [])
-    walks = []
+    flat_trees = []
     for result in document.results:
         member = GroupMember(result.session_id, result.reward, result.reason, suspicious=result.suspicious)
         group.members.append(member)
@@ -138,14 +142,14 @@ def group_from_traces(data: bytes, index: int, checker: SessionChecker = CHECK_A
             continue
         for trace in trajectory.traces:
             member.turn_rewards |= trace.turn_rewards
-            walks.append(_flatten_trace(trace))
-    return _build_group(group, walks)
+            flat_trees.append(_flatten_trace(trace))
+    return _build_group(group, flat_trees)
 
 
 def _hold_back_if_invalid(
     member: GroupMember, group: RolloutGroup, checker: SessionChecker, find_problems: Callable[[], Sequence[Problem]]
 ) -> None:
-    """Checks a session that would be trained on."""
+    """Checks a session that would be trained on, and holds it back if it fails."""
     if member.reason is not None:
         return
     group.verified_sessions += is_in_checked_share(member.session_id, checker.share)
@@ -155,29 +159,29 @@ def _hold_back_if_invalid(
 
 
 def _make_problem_finder(tree: TreeTrajectory) -> Callable[[str], list[Problem]]:
-    """Looks for problems when they are first needed. What is wrong with a whole tree counts for every session."""
-    found: list[Problem] | None = None
+    """Checks the tree on the first call. Problems of the whole tree count for every session."""
+    tree_problems: list[Problem] | None = None
 
-    def problems(session_id: str) -> list[Problem]:
-        nonlocal found
-        found = check_received_tree(tree) if found is None else found
-        return [one for one in found if one.session_id in ("", session_id)]
+    def find_problems(session_id: str) -> list[Problem]:
+        nonlocal tree_problems
+        tree_problems = check_received_tree(tree) if tree_problems is None else tree_problems
+        return [problem for problem in tree_problems if problem.session_id in ("", session_id)]
 
-    return problems
-
-
-def _count_excluded(stretches: Iterable[ExcludedSpan]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for one in stretches:
-        found[one.reason] += one.stop - one.start
-    return found
+    return find_problems
 
 
-# From either form
+def _count_excluded(spans: Iterable[ExcludedSpan]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for span in spans:
+        counts[span.reason] += span.stop - span.start
+    return counts
+
+
+# Trees and traces as flat trees
 
 
 class _SampledSpan(Struct):
-    """Sampled tokens of one exchange that stand together; `start` counts from the node's first token."""
+    """Consecutive sampled tokens of one exchange. `start` counts from the node's first token."""
 
     session_id: str
     exchange_id: str
@@ -199,7 +203,7 @@ class _FlatTree(Struct):
 def _flatten_trace(trace: Trace) -> _FlatTree:
     context = len(trace.prompt_ids)
     trained = sum(span.stop - span.start for span in trace.spans)
-    stretches = [
+    sampled_spans = [
         _SampledSpan(
             trace.session_id,
             span.exchange_id,
@@ -212,65 +216,69 @@ def _flatten_trace(trace: Trace) -> _FlatTree:
         for span in trace.spans
     ]
     ids = np.concatenate((trace.prompt_ids, trace.response_ids))
-    return _FlatTree(ids, np.array([0, len(ids)], np.int64), np.array([ROOT], np.int32), stretches)
+    return _FlatTree(ids, np.array([0, len(ids)], np.int64), np.array([ROOT], np.int32), sampled_spans)
 
 
-def _build_group(group: RolloutGroup, walks: list[_FlatTree]) -> RolloutGroup:
-    """A token without anything before it is predicted by nothing, and those that were sampled at an unknown
-    temperature can't be compared with anything: neither is trained."""
-    places = {member.session_id: place for place, member in enumerate(group.members)}
-    turns: dict[str, set[str]] = {name: set() for name in places}
-    for walk in walks:
-        for stretch in walk.sampled_spans:
-            if stretch.session_id not in places:
+def _build_group(group: RolloutGroup, flat_trees: list[_FlatTree]) -> RolloutGroup:
+    """Adds the trees and their columns. A token without a predecessor has no prediction, and a token sampled at an
+    unknown temperature has no comparable log-probability: neither is trained."""
+    member_indices = {member.session_id: member_index for member_index, member in enumerate(group.members)}
+    turns: dict[str, set[str]] = {session_or_exchange_id: set() for session_or_exchange_id in member_indices}
+    for flat_tree in flat_trees:
+        for span in flat_tree.sampled_spans:
+            if span.session_id not in member_indices:
                 raise PolarError(
-                    f"The group {group.task_id} has tokens of {stretch.session_id}, which is none of its sessions."
+                    f"The group {group.task_id} has tokens of {span.session_id}, which is none of its sessions."
                 )
-            turns[stretch.session_id].add(stretch.exchange_id)
+            turns[span.session_id].add(span.exchange_id)
     for member in group.members:
-        member.turns = sorted(turns[member.session_id])  # exchanges are named by their time
-    numbers = {name: number for member in group.members for number, name in enumerate(member.turns)}
-    for walk in walks:
-        part = _annotate_tree(walk, group, places, numbers)
-        if len(part.tree.tokens):
-            group.trees.append(part)
+        member.turns = sorted(turns[member.session_id])  # exchange ids sort by time
+    turn_indices = {
+        session_or_exchange_id: turn_index
+        for member in group.members
+        for turn_index, session_or_exchange_id in enumerate(member.turns)
+    }
+    for flat_tree in flat_trees:
+        annotated_tree = _annotate_tree(flat_tree, group, member_indices, turn_indices)
+        if len(annotated_tree.tree.tokens):
+            group.trees.append(annotated_tree)
     return group
 
 
 def _annotate_tree(
-    walk: _FlatTree, group: RolloutGroup, places: dict[str, int], numbers: dict[str, int]
+    flat_tree: _FlatTree, group: RolloutGroup, member_indices: dict[str, int], turn_indices: dict[str, int]
 ) -> AnnotatedTree:
     tokens: list[NDArray[np.int64]] = []
     scales: list[NDArray[np.float32]] = []
     columns: list[TokenColumns] = []
-    for stretch in walk.sampled_spans:
-        count = len(stretch.versions)
-        if stretch.scale is None:
+    for span in flat_tree.sampled_spans:
+        count = len(span.versions)
+        if span.scale is None:
             group.excluded_tokens["sampling_unknown"] += count
             continue
-        first = int(walk.starts[stretch.node]) + stretch.start
-        skip = int(stretch.start == 0 and walk.parents[stretch.node] == ROOT)
+        first = int(flat_tree.starts[span.node]) + span.start
+        skip = int(span.start == 0 and flat_tree.parents[span.node] == ROOT)
         group.excluded_tokens["nothing_before"] += skip
-        at = first + np.arange(skip, count, dtype=np.int64)
+        indices = first + np.arange(skip, count, dtype=np.int64)
         count -= skip
-        group.members[places[stretch.session_id]].trained_tokens += count
-        tokens.append(at)
-        scales.append(np.full(count, stretch.scale, np.float32))
+        group.members[member_indices[span.session_id]].trained_tokens += count
+        tokens.append(indices)
+        scales.append(np.full(count, span.scale, np.float32))
         columns.append(
             TokenColumns(
-                session=np.full(count, places[stretch.session_id], np.int64),
-                turn=np.full(count, numbers[stretch.exchange_id], np.int64),
+                session=np.full(count, member_indices[span.session_id], np.int64),
+                turn=np.full(count, turn_indices[span.exchange_id], np.int64),
                 behavior_logprobs=np.full(count, UNKNOWN_LOGPROB)
-                if stretch.logprobs is None
-                else np.array(stretch.logprobs[skip:], np.float32),
-                version=np.array(stretch.versions[skip:], np.int32),
-                weight=np.full(count, stretch.weight),
+                if span.logprobs is None
+                else np.array(span.logprobs[skip:], np.float32),
+                version=np.array(span.versions[skip:], np.int32),
+                weight=np.full(count, span.weight),
             )
         )
     tree = TokenTree(
-        walk.ids,
-        walk.starts,
-        walk.parents,
+        flat_tree.ids,
+        flat_tree.starts,
+        flat_tree.parents,
         np.concatenate(tokens) if tokens else np.empty(0, np.int64),
         np.concatenate(scales) if scales else np.empty(0, np.float32),
     )
@@ -278,40 +286,40 @@ def _annotate_tree(
 
 
 def _make_empty_columns() -> TokenColumns:
-    whole = np.empty(0, np.int64)
-    return TokenColumns(whole, whole, np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.float64))
+    empty = np.empty(0, np.int64)
+    return TokenColumns(empty, empty, np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.float64))
 
 
-# What is left of it
+# Pruning
 
 
-def prune_tree(part: AnnotatedTree, wanted: NDArray[np.bool_]) -> AnnotatedTree | None:
-    """What is needed for the wanted entries: other branches are cut off, and a branch behind its last one."""
-    if not wanted.any():
+def prune_tree(annotated_tree: AnnotatedTree, selected: NDArray[np.bool_]) -> AnnotatedTree | None:
+    """What is needed for the selected entries: other branches are cut off, and a branch behind its last one."""
+    if not selected.any():
         return None
-    tree, tokens = part.tree, part.tree.tokens[wanted]
+    tree, tokens = annotated_tree.tree, annotated_tree.tree.tokens[selected]
     nodes = np.searchsorted(tree.starts, tokens, side="right") - 1
-    ends = tree.starts[:-1].copy()  # how far each node is needed
+    ends = tree.starts[:-1].copy()  # the end of the needed part of each node
     np.maximum.at(ends, nodes, tokens + 1)
     needed = ends > tree.starts[:-1]
-    for node in range(len(tree.parents) - 1, -1, -1):  # parents stand before their children
+    for node in range(len(tree.parents) - 1, -1, -1):  # parents come before their children
         parent = int(tree.parents[node])
         if needed[node] and parent != ROOT:
             needed[parent] = True
             ends[parent] = tree.starts[parent + 1]
     lengths = np.where(needed, ends - tree.starts[:-1], 0)
-    numbers = np.cumsum(needed) - 1
+    new_nodes = np.cumsum(needed) - 1
     starts = np.concatenate([[0], np.cumsum(lengths[needed])]).astype(np.int64)
-    keeps = np.zeros(len(tree.ids), bool)
+    is_kept = np.zeros(len(tree.ids), bool)
     for node in np.flatnonzero(needed).tolist():
-        keeps[tree.starts[node] : ends[node]] = True
-    moved = np.cumsum(keeps) - 1
+        is_kept[tree.starts[node] : ends[node]] = True
+    new_indices = np.cumsum(is_kept) - 1
     parents = tree.parents[needed]
-    cut = TokenTree(
-        tree.ids[keeps],
+    pruned = TokenTree(
+        tree.ids[is_kept],
         starts,
-        np.where(parents == ROOT, ROOT, numbers[parents]).astype(np.int32),
-        moved[tokens].astype(np.int64),
-        tree.temperature[wanted],
+        np.where(parents == ROOT, ROOT, new_nodes[parents]).astype(np.int32),
+        new_indices[tokens].astype(np.int64),
+        tree.temperature[selected],
     )
-    return AnnotatedTree(cut, part.columns[wanted])
+    return AnnotatedTree(pruned, annotated_tree.columns[selected])

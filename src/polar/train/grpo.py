@@ -31,15 +31,15 @@ def compute_advantages(
     baseline: Baseline = "mean",
     scale: bool = True,
 ) -> list[NDArray[np.float64]]:
-    """Of a group: what each session earned, and each of its turns. An advantage for each turn of each session.
+    """The advantage of each turn of each session of a group, from the sessions' and their turns' rewards.
 
-    `leave_one_out` compares a session with the others alone, which is the same but for a factor of n / (n - 1). With
-    `scale` they are divided by the standard deviation of what the sessions return from that turn on."""
-    sessions, longest = len(rewards), max((len(one) for one in turn_rewards), default=0)
-    earned = np.zeros((sessions, longest))
-    for row, one in zip(earned, turn_rewards, strict=True):
-        row[: len(one)] = one
-    returns = np.asarray(rewards, np.float64)[:, None] + np.cumsum(earned[:, ::-1], axis=1)[:, ::-1]
+    `leave_one_out` compares a session with the others only, which multiplies the advantage by n / (n - 1). `scale`
+    divides by the standard deviation of the sessions' returns from that turn on."""
+    sessions, longest = len(rewards), max((len(session_turns) for session_turns in turn_rewards), default=0)
+    turn_returns = np.zeros((sessions, longest))
+    for row, session_turns in zip(turn_returns, turn_rewards, strict=True):
+        row[: len(session_turns)] = session_turns
+    returns = np.asarray(rewards, np.float64)[:, None] + np.cumsum(turn_returns[:, ::-1], axis=1)[:, ::-1]
     centered = returns - returns.mean(axis=0)
     centered[:, np.ptp(returns, axis=0) < _EQUAL_RETURN_TOLERANCE] = 0.0
     if scale:
@@ -47,15 +47,15 @@ def compute_advantages(
         centered /= np.where(deviation > 0, deviation, 1.0)
     if baseline == "leave_one_out" and sessions > 1:
         centered *= sessions / (sessions - 1)
-    return [row[: len(one)] for row, one in zip(centered, turn_rewards, strict=True)]
+    return [row[: len(session_turns)] for row, session_turns in zip(centered, turn_rewards, strict=True)]
 
 
 def compute_importance_weights(old_logprobs: Tensor, behavior_logprobs: Tensor, cap: float) -> Tensor:
-    """The truncated weight of each token."""
+    """The truncated importance weight of each token."""
     return torch.exp(old_logprobs - behavior_logprobs).clamp(max=cap)
 
 
-def policy_loss(
+def compute_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     importance_weights: Tensor,
@@ -64,13 +64,14 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """A sum. `coefficient` is a token's advantage times its weight; the gradient is that of `logprobs` alone."""
+    """The clipped loss, summed over tokens. `coefficient` is a token's advantage times its weight. Only `logprobs` has
+    a gradient."""
     ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -(importance_weights * torch.minimum(ratio * coefficient, clipped * coefficient)).sum()
 
 
 def estimate_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """From the reference, of each token: never negative, and right on average over samples of the policy."""
+    """The KL divergence from the reference at each token: never negative, and unbiased over samples of the policy."""
     difference = reference_logprobs - logprobs
     return torch.exp(difference) - difference - 1

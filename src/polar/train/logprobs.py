@@ -31,15 +31,15 @@ def compute_chosen_logprobs(
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, compiled: bool) -> Tensor:
-        found, lse = _maybe_compiled(_forward, compiled)(logits, targets, temperature)
+        chosen, lse = _compile_if_enabled(_forward, compiled)(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, temperature, lse)
         ctx.compiled = compiled
-        result: Tensor = found
+        result: Tensor = chosen
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _maybe_compiled(_backward, ctx.compiled)(*ctx.saved_tensors, grad), None, None, None
+        return _compile_if_enabled(_backward, ctx.compiled)(*ctx.saved_tensors, grad), None, None, None
 
 
 def _forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,5 +54,5 @@ def _backward(logits: Tensor, targets: Tensor, temperature: Tensor, lse: Tensor,
     return ((hit.float() - shares) * (grad / temperature)[:, None]).to(logits.dtype)
 
 
-def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+def _compile_if_enabled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     return fusion.compile_dynamic(function) if compiled else function

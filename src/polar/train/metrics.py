@@ -60,25 +60,25 @@ class StepMetrics(Struct):
     gpu_busy: float | None = None
 
     def flatten(self) -> dict[str, float]:
-        """Numbers alone, by name."""
-        found: dict[str, float] = {}
+        """The numeric values, by name; values of a dictionary are named `field/key`."""
+        numbers: dict[str, float] = {}
         for name, value in msgspec.to_builtins(self).items():
             for inner, number in value.items() if isinstance(value, dict) else [(None, value)]:
                 if number is not None:
-                    found[name if inner is None else f"{name}/{inner}"] = number
-        return found
+                    numbers[name if inner is None else f"{name}/{inner}"] = number
+        return numbers
 
 
-class Metrics:
-    """Use as a context manager."""
+class MetricsLog:
+    """Appends steps to metrics.jsonl and to the configured writers. Use as a context manager."""
 
     def __init__(self, output: Path, settings: TrainSettings, step: int, run: str) -> None:
-        """Goes on behind `step`: lines of later steps, which were lost with their weights, are removed."""
+        """Continues after `step`. Lines of later steps, whose weights were lost, are removed."""
         self.history = truncate_after_step(output / "metrics.jsonl", step, StepMetrics)
         self._file = (output / "metrics.jsonl").open("ab")
         self._writers = _create_writers(output, settings.metrics, settings, step, run)
 
-    def __enter__(self) -> "Metrics":
+    def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(
@@ -130,15 +130,17 @@ class _Wandb:
         self._run.finish()
 
 
-def _create_writers(output: Path, wanted: MetricsSettings, settings: TrainSettings, step: int, run: str) -> list[Any]:
-    writers: list[Any] = [_TensorBoard(output, step)] if wanted.tensorboard else []
-    if wanted.wandb is not None:
-        writers.append(_Wandb(output, wanted.wandb, run, settings))
+def _create_writers(
+    output: Path, metrics_settings: MetricsSettings, settings: TrainSettings, step: int, run: str
+) -> list[Any]:
+    writers: list[Any] = [_TensorBoard(output, step)] if metrics_settings.tensorboard else []
+    if metrics_settings.wandb is not None:
+        writers.append(_Wandb(output, metrics_settings.wandb, run, settings))
     return writers
 
 
 class GpuMonitor:
-    """How busy the GPUs of this machine are, with all processes on them. Use as an async context manager. Without
+    """Measures the utilization of this machine's GPUs by all processes. Use as an async context manager. Without
     nvidia-smi it measures nothing."""
 
     def __init__(self, *, enabled: bool) -> None:
@@ -168,13 +170,13 @@ class GpuMonitor:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         async for line in process.stdout:
-            with contextlib.suppress(ValueError):  # a GPU that doesn't say
+            with contextlib.suppress(ValueError):  # a GPU that does not report it
                 self.utilizations.append(float(line) / 100)
 
     def take_utilization(self) -> float | None:
-        """The mean share since this was asked last."""
-        seen, self.utilizations = self.utilizations, []
-        return sum(seen) / len(seen) if seen else None
+        """The mean utilization since the last call."""
+        utilizations, self.utilizations = self.utilizations, []
+        return sum(utilizations) / len(utilizations) if utilizations else None
 
 
 def plot_rewards(history: Sequence[StepMetrics], path: Path, title: str) -> None:
@@ -184,8 +186,8 @@ def plot_rewards(history: Sequence[StepMetrics], path: Path, title: str) -> None
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    training = [(one.step, one.reward) for one in history if one.reward is not None and one.step]
-    held_out = [(one.step, one.held_out) for one in history if one.held_out is not None]
+    training = [(metrics.step, metrics.reward) for metrics in history if metrics.reward is not None and metrics.step]
+    held_out = [(metrics.step, metrics.held_out) for metrics in history if metrics.held_out is not None]
     if training:
         axes.plot(
             *zip(*training, strict=True), color="#7aa6c2", marker=".", label="training tasks, while they are sampled"

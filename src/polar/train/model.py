@@ -8,7 +8,7 @@ import torch
 
 from polar.errors import ConfigError
 from polar.torch_runtime import is_out_of_memory
-from polar.train.memory import OutOfMemory
+from polar.train.memory import OutOfMemoryError
 from polar.train.settings import LoraSettings, ModelSettings
 
 
@@ -48,7 +48,9 @@ def load_model(folder: Path, settings: ModelSettings) -> Any:
         if not is_out_of_memory(error):
             raise
         hint = 'model.dtype = "bfloat16"' if settings.dtype == "float32" else "model.device, or a smaller model"
-        raise OutOfMemory(f"The model in {folder} does not fit into the memory of {device}: set {hint}.") from error
+        raise OutOfMemoryError(
+            f"The model in {folder} does not fit into the memory of {device}: set {hint}."
+        ) from error
     model.eval()  # without dropout: log-probabilities are to be those of the policy
     if settings.lora is not None:
         return _add_adapters(model, settings.lora)

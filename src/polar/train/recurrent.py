@@ -1,15 +1,15 @@
 """Recurrent layers along the paths of a tree: the gated delta nets of Qwen3-Next and Qwen3.5.
 
-Such a layer has a memory: the last inputs of a short convolution, and a matrix that each token rewrites. The memory
-behind a token is all that those after it know of their path. So a chunk is taken apart into runs: tokens that follow
-each other on a path, up to where another path goes on as well. A run begins with the memory behind the token before
-it. Runs that wait for no other go through the layer together; then those that go on from them, and so forth.
+Such a layer has a state: the last inputs of a short convolution, and a matrix that each token updates. The state after
+a token is all that later tokens know of their path. So a chunk is split into token runs: tokens that follow each other
+on a path, up to a branch. A run starts with the state after the token before it. Runs that depend on no other run of
+the chunk go through the layer together, then the runs that continue them, and so on.
 
-From chunk to chunk memories are handed on as keys and values are: they are inputs there, and what comes back to them
-as gradients is added up where they are from, whose backward pass begins with it.
+States pass from chunk to chunk like keys and values: the later chunk treats them as inputs, and their gradients are
+added up in the chunk that computed them, whose backward pass starts with the sum.
 
-Everything else in a layer looks at one token only, so it needs nothing here: also a mixture of experts, whose router
-does. Losses over a whole batch, such as those that balance experts, are not added.
+Everything else in a layer works on single tokens, including a mixture of experts and its router, and needs no change.
+Losses over a whole batch, such as load balancing of experts, are not added.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,121 +27,128 @@ from torch.nn import functional
 from polar.errors import ConfigError
 from polar.records.trajectory import ROOT
 from polar.train.memory import to_device
-from polar.train.packing import Chunk, Forest, Indices
+from polar.train.packing import Chunk, Indices, PackedTrees
 
 BLOCK_TOKENS = 64
-"""The rule works on so many tokens at once: filling a run up to as many costs nothing."""
+"""The delta rule processes blocks of this many tokens, so padding a run to a full block costs nothing."""
 
 _DELTA_NET_CLASSES = {"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}
 
 
 class RecurrentState(NamedTuple):
-    """What a layer knows behind a token, or behind several, stacked."""
+    """A layer's state after a token, or the stacked states after several."""
 
-    conv_window: Tensor  # [inputs of the convolution but one, channels]
+    conv_window: Tensor  # [convolution kernel size - 1, channels]
     matrix: Tensor  # [heads, key width, value width]
 
 
-class RunBatch(Struct):
-    """Runs that go through a layer together, the shorter ones filled up."""
+class TokenRunBatch(Struct):
+    """Token runs that go through a layer together, padded to one length."""
 
     lengths: list[int]
-    state_indices: list[int]  # the number of the memory that each begins with; ROOT for none
+    state_indices: list[int]  # the index of each run's initial state; ROOT for an empty one
     token_indices: Tensor  # [runs, longest]: which of the chunk's tokens
-    is_token: Tensor  # the same: whether it is there, or fills up
+    is_token: Tensor  # the same shape: false for padding
 
 
-class RunPlan(Struct):
-    """A chunk's runs. Memories are numbered: those of earlier chunks, then those behind each run, group by group."""
+class TokenRunPlan(Struct):
+    """A chunk's token runs. States are numbered: those of earlier chunks first, then each run's final state, batch by
+    batch."""
 
-    received_tokens: list[int]  # the packed tokens of earlier chunks that runs go on from
-    batches: list[RunBatch]
-    order: Tensor  # of each token, its row among all that the groups put out
-    saved_tokens: dict[int, int]  # packed tokens that later chunks go on from, and the memory behind each
+    received_tokens: list[int]  # packed tokens of earlier chunks that runs continue
+    batches: list[TokenRunBatch]
+    order: Tensor  # of each token, its row in the concatenated output of the batches
+    saved_tokens: dict[int, int]  # packed tokens that later chunks continue, and the index of the state after each
 
     @classmethod
-    def from_chunk(cls, forest: Forest, chunk: Chunk, device: torch.device) -> "RunPlan":
-        starts, leaving = _find_runs(forest, chunk)
+    def from_chunk(cls, packed: PackedTrees, chunk: Chunk, device: torch.device) -> "TokenRunPlan":
+        starts, leaving = _find_runs(packed, chunk)
         stops = np.append(starts[1:], chunk.stop)
         lengths = (stops - starts).tolist()
-        before = forest.before[starts].tolist()
-        received = sorted({token for token in before if ROOT != token < chunk.start})
+        before = packed.before[starts].tolist()
+        received_tokens = sorted({token for token in before if ROOT != token < chunk.start})
 
         runs: dict[int, int] = {}  # by their last tokens
-        turns: list[tuple[int, int]] = []  # of each run: after how many others it comes, and how long it is, roughly
+        run_keys: list[tuple[int, int]] = []  # of each run: its dependency depth, and its length class
         for run, (token, length) in enumerate(zip(before, lengths, strict=True)):
-            turns.append(
-                (turns[runs[token]][0] + 1 if token in runs else 0, ((length - 1) // BLOCK_TOKENS).bit_length())
+            run_keys.append(
+                (run_keys[runs[token]][0] + 1 if token in runs else 0, ((length - 1) // BLOCK_TOKENS).bit_length())
             )
             runs[int(stops[run]) - 1] = run
 
-        numbers = {token: number for number, token in enumerate(received)} | {ROOT: ROOT}
-        groups: list[RunBatch] = []
+        state_indices = {token: number for number, token in enumerate(received_tokens)} | {ROOT: ROOT}
+        batches: list[TokenRunBatch] = []
         order = np.empty(len(chunk), np.int64)
-        done = 0
-        for _, members in groupby(sorted(range(len(starts)), key=turns.__getitem__), turns.__getitem__):
-            group = list(members)
-            longest = max(lengths[run] for run in group)
-            rows = np.minimum(starts[group, None] + np.arange(longest), stops[group, None] - 1) - chunk.start
-            real = np.arange(longest) < (stops - starts)[group, None]
-            order[rows[real]] = done + np.flatnonzero(real)
-            done += rows.size
-            groups.append(
-                RunBatch(
-                    lengths=[lengths[run] for run in group],
-                    state_indices=[numbers[before[run]] for run in group],
+        row_count = 0
+        for _, run_group in groupby(sorted(range(len(starts)), key=run_keys.__getitem__), run_keys.__getitem__):
+            batch_runs = list(run_group)
+            longest = max(lengths[run] for run in batch_runs)
+            rows = np.minimum(starts[batch_runs, None] + np.arange(longest), stops[batch_runs, None] - 1) - chunk.start
+            is_token = np.arange(longest) < (stops - starts)[batch_runs, None]
+            order[rows[is_token]] = row_count + np.flatnonzero(is_token)
+            row_count += rows.size
+            batches.append(
+                TokenRunBatch(
+                    lengths=[lengths[run] for run in batch_runs],
+                    state_indices=[state_indices[before[run]] for run in batch_runs],
                     token_indices=to_device(rows, device),
-                    is_token=to_device(real, device),
+                    is_token=to_device(is_token, device),
                 )
             )
-            for run in group:
-                numbers[int(stops[run]) - 1] = len(numbers) - 1
-        return cls(received, groups, to_device(order, device), {token: numbers[token] for token in leaving})
+            for run in batch_runs:
+                state_indices[int(stops[run]) - 1] = len(state_indices) - 1
+        return cls(
+            received_tokens, batches, to_device(order, device), {token: state_indices[token] for token in leaving}
+        )
 
 
-def _find_runs(forest: Forest, chunk: Chunk) -> tuple[Indices, list[int]]:
-    """Where a chunk's runs begin, and the tokens that later chunks go on from."""
-    branches = np.flatnonzero(forest.before[1:] != np.arange(len(forest) - 1)) + 1
-    onto = forest.before[branches]
-    within = (onto >= chunk.start) & (onto < chunk.stop)
-    inside = branches[(branches > chunk.start) & (branches < chunk.stop)]
-    leaving = set(onto[within & (branches >= chunk.stop)].tolist())
-    if chunk.stop < len(forest) and forest.before[chunk.stop] == chunk.stop - 1:
-        leaving.add(chunk.stop - 1)
-    starts = np.unique(np.array([chunk.start, *inside, *(onto[within] + 1)], np.int64))
-    return starts[starts < chunk.stop], sorted(leaving)
+def _find_runs(packed: PackedTrees, chunk: Chunk) -> tuple[Indices, list[int]]:
+    """Where a chunk's runs begin, and the tokens that later chunks continue."""
+    branches = np.flatnonzero(packed.before[1:] != np.arange(len(packed) - 1)) + 1
+    branch_points = packed.before[branches]
+    is_inside = (branch_points >= chunk.start) & (branch_points < chunk.stop)
+    inner_branches = branches[(branches > chunk.start) & (branches < chunk.stop)]
+    saved_tokens = set(branch_points[is_inside & (branches >= chunk.stop)].tolist())
+    if chunk.stop < len(packed) and packed.before[chunk.stop] == chunk.stop - 1:
+        saved_tokens.add(chunk.stop - 1)
+    starts = np.unique(np.array([chunk.start, *inner_branches, *(branch_points[is_inside] + 1)], np.int64))
+    return starts[starts < chunk.stop], sorted(saved_tokens)
 
 
 class Recurrence(Struct):
-    """One chunk's way through the recurrent layers: what it goes on from, and what it leaves for those behind it."""
+    """One chunk's pass through the recurrent layers: the states it starts from, and those it saves for later chunks."""
 
-    plan: RunPlan
-    sources: list[tuple["Recurrence", int]]  # of each memory received, whose it is, and its place there
+    plan: TokenRunPlan
+    sources: list[tuple["Recurrence", int]]  # of each received state, its owner, and its position there
     saved_states: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, stacked
-    loaded_states: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, those received, as inputs
-    grads: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, what came back to those it left
+    loaded_states: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, received states, as inputs
+    grads: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, gradients of the saved states
 
     @classmethod
     def from_chunk(
-        cls, forest: Forest, chunk: Chunk, earlier: Iterable["Recurrence"], device: torch.device
+        cls, packed: PackedTrees, chunk: Chunk, earlier: Iterable["Recurrence"], device: torch.device
     ) -> "Recurrence":
-        plan = RunPlan.from_chunk(forest, chunk, device)
-        places = {token: (one, place) for one in earlier for place, token in enumerate(one.plan.saved_tokens)}
-        return cls(plan, [places[token] for token in plan.received_tokens])
+        plan = TokenRunPlan.from_chunk(packed, chunk, device)
+        sources = {
+            token: (recurrence, position)
+            for recurrence in earlier
+            for position, token in enumerate(recurrence.plan.saved_tokens)
+        }
+        return cls(plan, [sources[token] for token in plan.received_tokens])
 
     def load_states(self, layer: int, requires_grad: tuple[bool, bool]) -> list[RecurrentState]:
-        """What it goes on from, as if those were inputs. `trained`: whether windows and states depend on anything that
-        trains; what does not needs no gradient here, nor where it is from."""
+        """The received states, as inputs. `requires_grad` says whether convolution windows and matrices depend on a
+        trained parameter; otherwise they need no gradient."""
         if not self.sources:
             return []
         inputs = _stack_states(
             [
-                RecurrentState(*(stack[place].detach() for stack in one.saved_states[layer]))
-                for one, place in self.sources
+                RecurrentState(*(stack[position].detach() for stack in recurrence.saved_states[layer]))
+                for recurrence, position in self.sources
             ]
         )
         self.loaded_states[layer] = RecurrentState(
-            *(tensor.requires_grad_(some) for tensor, some in zip(inputs, requires_grad, strict=True))
+            *(tensor.requires_grad_(needs_grad) for tensor, needs_grad in zip(inputs, requires_grad, strict=True))
         )
         return _unstack_states(inputs)
 
@@ -149,29 +156,29 @@ class Recurrence(Struct):
         if self.plan.saved_tokens:
             self.saved_states[layer] = _stack_states([states[number] for number in self.plan.saved_tokens.values()])
 
-    def saved_state_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """What it left, with the gradients."""
+    def collect_saved_state_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The saved states with their gradients."""
         return [
-            both for layer, grads in self.grads.items() for both in zip(self.saved_states[layer], grads, strict=True)
+            pair for layer, grads in self.grads.items() for pair in zip(self.saved_states[layer], grads, strict=True)
         ]
 
     def propagate_gradients(self) -> None:
-        """What came back to those received goes to the chunks that they are from. It is added up in fp32: many
-        branches may come back to one trunk."""
-        for layer, seen in self.loaded_states.items():
-            for number, (one, place) in enumerate(self.sources):
-                if layer not in one.grads:
-                    one.grads[layer] = RecurrentState(
-                        *(torch.zeros_like(stack).float() for stack in one.saved_states[layer])
+        """Adds the gradients of the received states to those of their owners. In fp32, since many branches may share
+        one trunk."""
+        for layer, loaded in self.loaded_states.items():
+            for number, (source, position) in enumerate(self.sources):
+                if layer not in source.grads:
+                    source.grads[layer] = RecurrentState(
+                        *(torch.zeros_like(stack).float() for stack in source.saved_states[layer])
                     )
-                for mine, theirs in zip(one.grads[layer], seen, strict=True):
-                    if theirs.grad is not None:
-                        mine[place] += theirs.grad[number]
+                for grads, loaded_tensor in zip(source.grads[layer], loaded, strict=True):
+                    if loaded_tensor.grad is not None:
+                        grads[position] += loaded_tensor.grad[number]
         self.loaded_states.clear()
 
 
-def _stack_states(memories: Sequence[RecurrentState]) -> RecurrentState:
-    return RecurrentState(*(torch.stack(parts) for parts in zip(*memories, strict=True)))
+def _stack_states(states: Sequence[RecurrentState]) -> RecurrentState:
+    return RecurrentState(*(torch.stack(parts) for parts in zip(*states, strict=True)))
 
 
 def _unstack_states(stack: RecurrentState) -> list[RecurrentState]:
@@ -182,7 +189,7 @@ def _unstack_states(stack: RecurrentState) -> list[RecurrentState]:
 
 
 def patch_recurrent_layers(decoder: Any) -> bool:
-    """Has the recurrent layers of a model follow `tree=` where it is called with one; says whether there are any."""
+    """Patches the model's recurrent layers to follow the tree of a call with `tree=`. Returns whether there are any."""
     nets = [module for module in decoder.modules() if type(module).__name__ in _DELTA_NET_CLASSES]
     kinds = getattr(decoder.config, "layer_types", None) or []
     if len(nets) != kinds.count("linear_attention") or (decoder._is_stateful and not kinds):
@@ -196,7 +203,7 @@ def patch_recurrent_layers(decoder: Any) -> bool:
 
 
 def _forward(net: Any, hidden_states: Tensor, *args: Any, tree: Any = None, **kwargs: Any) -> Tensor:
-    """As transformers calls a gated delta net."""
+    """The forward method that transformers calls on a gated delta net."""
     if tree is None:
         out: Tensor = type(net).forward(net, hidden_states, *args, **kwargs)
         return out
@@ -205,31 +212,34 @@ def _forward(net: Any, hidden_states: Tensor, *args: Any, tree: Any = None, **kw
 
 def _forward_along_tree(net: Any, hidden: Tensor, recurrence: Recurrence) -> Tensor:
     """`hidden` is [1, tokens, width]."""
-    mixed, gate, rate, decay = _project_inputs(net, hidden)
-    none = RecurrentState(
+    mixed, gate, write_rate, decay = _project_inputs(net, hidden)
+    empty_state = RecurrentState(
         mixed.new_zeros(net.conv_kernel_size - 1, mixed.shape[-1]),
         decay.new_zeros(net.num_v_heads, net.head_k_dim, net.head_v_dim),
     )
-    trained = (
+    requires_grad = (
         mixed.requires_grad,
-        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (mixed, rate, decay, net.conv1d.weight)),
+        torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in (mixed, write_rate, decay, net.conv1d.weight)),
     )
-    memories = recurrence.load_states(net.layer_idx, trained)
-    outs = []
-    for group in recurrence.plan.batches:
-        begin = _stack_states([none if origin == ROOT else memories[origin] for origin in group.state_indices])
-        out, end = _forward_batch(net, group, begin, mixed, rate, decay)
-        outs.append(out.flatten(0, 1))
-        memories += end
-    recurrence.save_states(net.layer_idx, memories)
-    ordered = torch.cat(outs).index_select(0, recurrence.plan.order)
+    states = recurrence.load_states(net.layer_idx, requires_grad)
+    outputs = []
+    for batch in recurrence.plan.batches:
+        initial = _stack_states(
+            [empty_state if state_index == ROOT else states[state_index] for state_index in batch.state_indices]
+        )
+        out, final = _forward_batch(net, batch, initial, mixed, write_rate, decay)
+        outputs.append(out.flatten(0, 1))
+        states += final
+    recurrence.save_states(net.layer_idx, states)
+    ordered = torch.cat(outputs).index_select(0, recurrence.plan.order)
     normed = net.norm(ordered.reshape(-1, net.head_v_dim), gate.reshape(-1, net.head_v_dim))
     result: Tensor = net.out_proj(normed.reshape(*hidden.shape[:2], -1))
     return result
 
 
 def _project_inputs(net: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each token: the convolution's inputs, the gate of its output, how much it writes, how much is forgotten."""
+    """Of each token: the convolution's inputs, the output gate, the write rate and the decay."""
     if hasattr(net, "in_proj_qkvz"):  # Qwen3-Next's, by heads
         query, key, value, gate, b, a = net.fix_query_key_value_ordering(
             net.in_proj_qkvz(hidden), net.in_proj_ba(hidden)
@@ -242,36 +252,36 @@ def _project_inputs(net: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _forward_batch(
-    net: Any, group: RunBatch, begin: RecurrentState, mixed: Tensor, rate: Tensor, decay: Tensor
+    net: Any, batch: TokenRunBatch, initial: RecurrentState, mixed: Tensor, write_rate: Tensor, decay: Tensor
 ) -> tuple[Tensor, list[RecurrentState]]:
-    """The output of some runs, [runs, longest, heads, width], and the memory behind each.
+    """The output of a batch of runs, [runs, longest, heads, width], and the final state of each.
 
-    What fills up writes nothing and forgets nothing, so a shorter run's state stays as it was behind its last token."""
+    Padding writes nothing and decays nothing, so a shorter run's state stays that of its last token."""
     # transformers' own functions, so that fast kernels are used where it finds them
     functions = import_module(type(net).__module__)
-    inputs = torch.cat([begin.conv_window, _select_tokens(mixed, group)], 1)
+    inputs = torch.cat([initial.conv_window, _select_tokens(mixed, batch)], 1)
     convolved = functions.causal_conv1d_fn(
         inputs.transpose(1, 2), net.conv1d.weight.squeeze(1), net.conv1d.bias, activation=net.activation
     )
     convolved = convolved.transpose(1, 2)[:, net.conv_kernel_size - 1 :]
     query, key, value = convolved.split([net.key_dim, net.key_dim, net.value_dim], -1)
-    shared = net.num_v_heads // net.num_k_heads
-    out, states = functions.torch_chunk_gated_delta_rule(
-        query.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(shared, 2),
-        key.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(shared, 2),
+    heads_per_key = net.num_v_heads // net.num_k_heads
+    output, states = functions.torch_chunk_gated_delta_rule(
+        query.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(heads_per_key, 2),
+        key.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(heads_per_key, 2),
         value.unflatten(-1, (-1, net.head_v_dim)),
-        g=_select_tokens(decay, group).masked_fill(~group.is_token[..., None], 0),
-        beta=_select_tokens(rate, group).masked_fill(~group.is_token[..., None], 0),
-        initial_state=begin.matrix,
+        g=_select_tokens(decay, batch).masked_fill(~batch.is_token[..., None], 0),
+        beta=_select_tokens(write_rate, batch).masked_fill(~batch.is_token[..., None], 0),
+        initial_state=initial.matrix,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    ends = [
+    final_states = [
         RecurrentState(run[length : length + net.conv_kernel_size - 1], state)
-        for run, length, state in zip(inputs, group.lengths, states, strict=True)
+        for run, length, state in zip(inputs, batch.lengths, states, strict=True)
     ]
-    return out, ends
+    return output, final_states
 
 
-def _select_tokens(tokens: Tensor, group: RunBatch) -> Tensor:
-    return tokens.index_select(0, group.token_indices.flatten()).reshape(*group.token_indices.shape, -1)
+def _select_tokens(tokens: Tensor, batch: TokenRunBatch) -> Tensor:
+    return tokens.index_select(0, batch.token_indices.flatten()).reshape(*batch.token_indices.shape, -1)

@@ -1,4 +1,4 @@
-"""A training run from its settings to its end: everything that `polar train` does, for programs as well."""
+"""A complete training run: everything that `polar train` does, callable from programs."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from polar.tasks.overrides import Overrides
 from polar.torch_runtime import run_on_compute_thread
 from polar.train.checkpoint import CheckpointStore, export_model
 from polar.train.learner import Learner
-from polar.train.metrics import GpuMonitor, Metrics, StepMetrics, plot_rewards
+from polar.train.metrics import GpuMonitor, MetricsLog, StepMetrics, plot_rewards
 from polar.train.rollouts import Evaluation, RolloutScheduler
 from polar.train.service_process import ServiceProcess, build_service_settings, get_engine_state_file
 from polar.train.settings import TrainSettings
@@ -29,7 +29,7 @@ from polar.weight_sync.publisher import ModelWeightPublisher
 T = TypeVar("T")
 
 _WEIGHTLESS_ENGINE_KIND = "scripted"
-"""Engines that have none: training goes on without telling them, which shows that everything else works."""
+"""An engine kind without weights: training runs without sending them, which tests everything else."""
 
 
 class TrainingTasks(Struct):
@@ -45,27 +45,27 @@ class TrainingResult(Struct):
 
     @property
     def held_out_before(self) -> float | None:
-        """What the held-out tasks earned before the first step."""
+        """The mean reward of the held-out tasks before the first step."""
         return next((metrics.held_out for metrics in self.history if metrics.step == 0), None)
 
     @property
     def held_out_after(self) -> float | None:
-        """What they earned after the last one; none of an earlier one's, where that evaluation failed."""
+        """Their mean reward after the last step. None if that evaluation failed."""
         return self.history[-1].held_out
 
 
-async def train(settings: TrainSettings, watcher: TrainingObserver | None = None) -> TrainingResult:
-    """To its end, or on from where an earlier process with the same output folder got. Raises PolarError."""
+async def train(settings: TrainSettings, observer: TrainingObserver | None = None) -> TrainingResult:
+    """Runs training to its end, resuming from the output folder's last checkpoint. Raises PolarError."""
     tasks = read_tasks(settings)
-    folder = await asyncio.to_thread(model_folder, settings)
+    folder = await asyncio.to_thread(resolve_model_folder, settings)
     output = settings.output_folder
     async with contextlib.AsyncExitStack() as stack:
         service: ServiceProcess | None = None
         url, token = settings.rollout.url, settings.rollout.token
         engine = EngineSettings(kind=settings.sync.kind or "", api_key=settings.sync.api_key)
         if url is None:
-            known, variables = build_service_settings(settings, folder)
-            engine, token = known.engine, known.server.token
+            service_settings, variables = build_service_settings(settings, folder)
+            engine, token = service_settings.engine, service_settings.server.token
             stack.enter_context(
                 _clean_up_weights(output, get_engine_state_file(settings, engine))
             )  # once the service has ended
@@ -85,17 +85,19 @@ async def train(settings: TrainSettings, watcher: TrainingObserver | None = None
                 tolerance=sync.tolerance,
                 patience=sync.patience,
             )
-        disturbed = asyncio.Event() if service is None else service.restarted
-        training = train_with_client(client, settings, learner, publisher, tasks, watcher or NullObserver(), disturbed)
+        weights_lost = asyncio.Event() if service is None else service.restarted
+        training = train_with_client(
+            client, settings, learner, publisher, tasks, observer or NullObserver(), weights_lost
+        )
         try:
             history = await (training if service is None else _run_until_service_fails(training, service))
         finally:
             if publisher is not None:
                 await publisher.close()
-        outcome = TrainingResult(history, output, output / "model", output / "reward.png")
-        await asyncio.to_thread(export_model, learner.model, folder, outcome.model)
-        await asyncio.to_thread(plot_rewards, history, outcome.plot, settings.name)
-        return outcome
+        result = TrainingResult(history, output, output / "model", output / "reward.png")
+        await asyncio.to_thread(export_model, learner.model, folder, result.model)
+        await asyncio.to_thread(plot_rewards, history, result.plot, settings.name)
+        return result
 
 
 async def train_with_client(
@@ -104,10 +106,10 @@ async def train_with_client(
     learner: Learner,
     publisher: WeightPublisher | None,
     tasks: TrainingTasks,
-    watcher: TrainingObserver,
+    observer: TrainingObserver,
     weights_lost: asyncio.Event,
 ) -> list[StepMetrics]:
-    """At a service that runs; the learner is as it was loaded. `weights_lost` is set when engines may have lost
+    """Trains against a running service, with a freshly loaded learner. `weights_lost` is set when engines may have lost
     their weights."""
     output, rollout = settings.output_folder, settings.rollout
     checkpoints = CheckpointStore(output, settings.checkpoint.keep)
@@ -115,8 +117,8 @@ async def train_with_client(
     progress = await asyncio.to_thread(checkpoints.load, learner)
     if learner.tree_unsupported_reason is not None and rollout.builder == TREE_BUILDER:
         rollout = rollout.model_copy(update={"builder": TRACE_BUILDER})
-        watcher.on_message(f"{learner.tree_unsupported_reason} Merged traces are trained instead.")
-    left = (settings.steps - progress.step) * rollout.groups_per_step
+        observer.on_message(f"{learner.tree_unsupported_reason} Merged traces are trained instead.")
+    remaining_groups = (settings.steps - progress.step) * rollout.groups_per_step
     rollouts = RolloutScheduler(
         client,
         tasks.train,
@@ -125,10 +127,10 @@ async def train_with_client(
         seed=settings.seed,
         cursor=progress.cursor,
         settled=progress.settled,
-        limit=len(progress.settled) + left,
+        limit=len(progress.settled) + remaining_groups,
     )
     gpu = GpuMonitor(enabled=learner.model.device.type == "cuda")
-    with Metrics(output, settings, progress.step, name) as metrics:
+    with MetricsLog(output, settings, progress.step, name) as metrics:
         async with rollouts, gpu:
             trainer = Trainer(
                 settings,
@@ -139,7 +141,7 @@ async def train_with_client(
                 checkpoints=checkpoints,
                 metrics=metrics,
                 progress=progress,
-                observer=watcher,
+                observer=observer,
                 weights_lost=weights_lost,
                 gpu=gpu,
             )
@@ -147,24 +149,29 @@ async def train_with_client(
 
 
 def read_tasks(settings: TrainSettings) -> TrainingTasks:
-    """Raises ConfigError."""
-    wanted = settings.tasks
-    overrides = Overrides(harness=wanted.harness, model=wanted.model, timeout=wanted.timeout, image=wanted.image)
+    """Loads the training and held-out tasks. Raises ConfigError."""
+    task_settings = settings.tasks
+    overrides = Overrides(
+        harness=task_settings.harness,
+        model=task_settings.model,
+        timeout=task_settings.timeout,
+        image=task_settings.image,
+    )
 
     def read(paths: list[str]) -> list[TaskRequest]:
-        given = [settings.resolve_path(path) for path in paths]
-        return [overrides.apply(task) for task in load_tasks(given, backend=wanted.backend)]
+        resolved_paths = [settings.resolve_path(path) for path in paths]
+        return [overrides.apply(task) for task in load_tasks(resolved_paths, backend=task_settings.backend)]
 
-    training, held_out = read(wanted.train), read(wanted.held_out)
+    training, held_out = read(task_settings.train), read(task_settings.held_out)
     for name, tasks in (("train", training), ("held_out", held_out)):
-        if without := [task.task_id for task in tasks if task.evaluator is None]:
-            raise ConfigError(f"tasks.{name}: {without[0]!r} has no evaluator, so there is nothing to learn from.")
-    if both := {task.task_id for task in training} & {task.task_id for task in held_out}:
-        raise ConfigError(f"tasks: {min(both)!r} is held out, and trained on as well.")
+        if ungraded := [task.task_id for task in tasks if task.evaluator is None]:
+            raise ConfigError(f"tasks.{name}: {ungraded[0]!r} has no evaluator, so there is nothing to learn from.")
+    if shared_ids := {task.task_id for task in training} & {task.task_id for task in held_out}:
+        raise ConfigError(f"tasks: {min(shared_ids)!r} is held out, and trained on as well.")
     return TrainingTasks(training, held_out)
 
 
-def model_folder(settings: TrainSettings) -> Path:
+def resolve_model_folder(settings: TrainSettings) -> Path:
     if settings.model.folder is not None:
         return settings.resolve_path(settings.model.folder)
     from polar.models import ensure_default_model
@@ -174,8 +181,8 @@ def model_folder(settings: TrainSettings) -> Path:
 
 @contextlib.contextmanager
 def _clean_up_weights(output: Path, state: Path | None) -> Iterator[None]:
-    """Of the weights that engines were given, a run that is interrupted, or fails, leaves those that its engine will
-    begin with, in its own folder; one that has got to its end leaves none."""
+    """Removes the staged weights at the end of a run. If it fails or is interrupted, the weights that its engine will
+    start with are kept in the output folder."""
     try:
         yield
     except BaseException:
@@ -185,15 +192,15 @@ def _clean_up_weights(output: Path, state: Path | None) -> Iterator[None]:
 
 
 async def _run_until_service_fails(running: Coroutine[Any, Any, T], service: ServiceProcess) -> T:
-    """Unless the service can't be kept up: that is the error then."""
+    """Waits for the training, or raises the service's error as soon as the service can't be kept running."""
     training = asyncio.ensure_future(running)
-    over = asyncio.ensure_future(service.wait_until_failed())
+    service_failure = asyncio.ensure_future(service.wait_until_failed())
     try:
-        await asyncio.wait({training, over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({training, service_failure}, return_when=asyncio.FIRST_COMPLETED)
         if not training.done():
-            await over
+            await service_failure
         return await training
     finally:
         training.cancel()
-        over.cancel()
-        await asyncio.gather(training, over, return_exceptions=True)
+        service_failure.cancel()
+        await asyncio.gather(training, service_failure, return_exceptions=True)

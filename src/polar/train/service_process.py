@@ -1,4 +1,5 @@
-"""The rollout service as a child of the trainer: started, started again when it dies, and ended with the trainer."""
+"""Runs the rollout service as a child process of the trainer: starts it, restarts it when it dies, and stops it at the
+end."""
 
 import asyncio
 import contextlib
@@ -36,15 +37,15 @@ def build_service_settings(settings: TrainSettings, model: Path) -> tuple[Settin
     engine = sections.setdefault("engine", {})
     if settings.rollout.config is None:
         engine.setdefault("kind", "embedded")
-    found = _load(settings, sections)
+    found = _load_settings(settings, sections)
     if _is_launched(found.engine):
         engine["model"] = found.engine.model or str(model)
         engine["options"] = {"state": str(settings.output_folder / "engine.json")} | found.engine.options
-    return _load(settings, sections), _to_environment(sections)
+    return _load_settings(settings, sections), _to_environment(sections)
 
 
 def get_engine_state_file(settings: TrainSettings, engine: EngineSettings) -> Path | None:
-    """Where the engine of these settings of the service remembers its weights, if it is one that does."""
+    """The file in which the engine of these settings remembers its weights; None if it doesn't."""
     return settings.resolve_path(str(engine.options["state"])) if _is_launched(engine) else None
 
 
@@ -52,8 +53,8 @@ def _is_launched(engine: EngineSettings) -> bool:
     return engine.kind == "embedded" and not engine.urls
 
 
-def _load(settings: TrainSettings, sections: dict[str, dict[str, Any]]) -> Settings:
-    return config.load(_config_file(settings), os.environ | _to_environment(sections))
+def _load_settings(settings: TrainSettings, sections: dict[str, dict[str, Any]]) -> Settings:
+    return config.load(_find_config_file(settings), os.environ | _to_environment(sections))
 
 
 def _to_environment(sections: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -64,8 +65,9 @@ def _to_environment(sections: dict[str, dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _config_file(settings: TrainSettings) -> Path:
-    """Without one of its own, whatever lies about is no settings of it."""
+def _find_config_file(settings: TrainSettings) -> Path:
+    """The service's config file. Without a configured one, a file that does not exist, so that no other polar.toml is
+    read."""
     return Path(os.devnull) if settings.rollout.config is None else settings.resolve_path(settings.rollout.config)
 
 
@@ -74,19 +76,19 @@ class ServiceProcess:
 
     def __init__(self, settings: TrainSettings, variables: dict[str, str], output: Path) -> None:
         self.restarted = asyncio.Event()  # set when it has been started again; cleared by whoever handles that
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.url = f"http://127.0.0.1:{_find_free_port()}"
         self._data = output / "service"
         self._log = output / "service.log"
         self._has_served = (output / "metrics.jsonl").exists()
         self._variables = variables
         self._folder = settings.folder
-        self._config = _config_file(settings)
+        self._config = _find_config_file(settings)
         self._process: asyncio.subprocess.Process | None = None
         self._watch_task: asyncio.Task[None]
         self._closing = False
 
     async def __aenter__(self) -> "ServiceProcess":
-        """Returns when it serves."""
+        """Starts the service and returns once it serves."""
         try:
             await self._start_with_retries(has_served=self._has_served)
         except BaseException:
@@ -109,7 +111,7 @@ class ServiceProcess:
         return None if self._process is None else self._process.pid
 
     async def wait_until_failed(self) -> None:
-        """Until it can't be brought up again: raises PolarError."""
+        """Waits until the service can't be restarted, and raises PolarError then."""
         await asyncio.shield(self._watch_task)
 
     async def _watch(self) -> None:
@@ -121,22 +123,24 @@ class ServiceProcess:
             self.restarted.set()
 
     async def _start_with_retries(self, *, has_served: bool) -> None:
-        """What ends by itself at the first start of all is not configured right; what is killed is tried again, and so
-        is what has served before."""
-        for tried, delay in enumerate(backoff.backoff_delays(_FIRST_RESTART_SECONDS, _MAX_RESTART_SECONDS), 1):
+        """Starts the service, with retries. A service that exits by itself at its first start is misconfigured and is
+        not retried; one that was killed, or that has served before, is."""
+        for attempt, delay in enumerate(backoff.backoff_delays(_FIRST_RESTART_SECONDS, _MAX_RESTART_SECONDS), 1):
             status = await self._start()
             if status is None:
                 return
-            if tried == _MAX_START_ATTEMPTS or (status >= 0 and not has_served):
-                raise ConfigError(f"The rollout service did not start (exit status {status}): {self._last_lines()}")
+            if attempt == _MAX_START_ATTEMPTS or (status >= 0 and not has_served):
+                raise ConfigError(
+                    f"The rollout service did not start (exit status {status}): {self._read_last_log_lines()}"
+                )
             await asyncio.sleep(delay)
 
-    def _last_lines(self) -> str:
+    def _read_last_log_lines(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()[-_SHOWN_LOG_LINES:]
         return " / ".join(lines) or "it wrote nothing"
 
     async def _start(self) -> int | None:
-        """None once it serves; its exit status where it ends before."""
+        """Starts the process. Returns None once it serves, or its exit status if it ends before."""
         self._data.mkdir(parents=True, exist_ok=True)
         port = self.url.rpartition(":")[2]
         words = ["-P", "-c", _PROGRAM, "up", "--json", "--config", str(self._config), "--data", str(self._data)]
@@ -160,7 +164,7 @@ class ServiceProcess:
         except TimeoutError as error:
             await self._stop()
             raise ConfigError(
-                f"The rollout service did not start within {_START_SECONDS:g} s: {self._last_lines()}"
+                f"The rollout service did not start within {_START_SECONDS:g} s: {self._read_last_log_lines()}"
             ) from error
 
     async def _stop(self) -> None:
@@ -177,13 +181,13 @@ class ServiceProcess:
 
 
 def _die_with_trainer(parent: int) -> None:
-    """In the child: it ends when the trainer does, however that ends."""
+    """Runs in the child: lets the kernel kill it when the trainer ends."""
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -1,9 +1,9 @@
-"""Training: rollouts in, better weights out, and back into the engines that sample the next ones.
+"""The training loop: groups of rollouts in, updated weights out, back into the engines that sample the next groups.
 
     groups ─► advantages ─► Learner ─► checkpoint ─► engines (new version) ─► groups of the next steps
 
-Sampling goes on while a step is computed. Whatever is killed, another process with the same output folder goes on from
-the last checkpoint: what was sampled meanwhile is still at the service, and is used.
+Sampling continues while a step is computed. After a crash, another process with the same output folder resumes from the
+last checkpoint. Groups that were sampled meanwhile are still at the service and are used.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from polar.train.batch import TrainingGroup, mark_stale_sessions, select_trainin
 from polar.train.checkpoint import CheckpointStore, JournalEntry, Progress
 from polar.train.groups import RolloutGroup, TokenColumns
 from polar.train.learner import Learner, LearnerStats, compute_mean_ratio
-from polar.train.metrics import GpuMonitor, Metrics, StepMetrics
+from polar.train.metrics import GpuMonitor, MetricsLog, StepMetrics
 from polar.train.rollouts import Evaluation, RolloutScheduler
 from polar.train.settings import TrainSettings
 from polar.weight_sync.base import ProbeFailedError, SyncError
@@ -36,20 +36,20 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_UPDATE_ATTEMPTS = 3  # of an update of the engines
+_MAX_UPDATE_ATTEMPTS = 3
 
 
 class WeightPublisher(Protocol):
-    """Where the weights go; see `polar.weight_sync.publisher.ModelWeightPublisher`."""
+    """Sends weights to the engines; implemented by `polar.weight_sync.publisher.ModelWeightPublisher`."""
 
     async def read_versions(self) -> EngineVersions: ...
 
     async def has_trainer_weights(self, version: int) -> bool:
-        """Whether all of them sample with the trainer's weights."""
+        """Whether all engines sample with the trainer's weights."""
         ...
 
     async def publish(self, version: int) -> SyncReport:
-        """Gives the engines the trainer's weights. Raises SyncError."""
+        """Sends the trainer's weights to the engines. Raises SyncError."""
         ...
 
 
@@ -59,7 +59,7 @@ class TrainingObserver(Protocol):
     def on_begin(self, history: list[StepMetrics], steps: int) -> None: ...
 
     def on_wait(self, ready: int, wanted: int) -> None:
-        """For groups."""
+        """The trainer waits for groups: `ready` of `wanted` have finished."""
         ...
 
     def on_learn(self, step: int, sessions: int) -> None: ...
@@ -67,11 +67,11 @@ class TrainingObserver(Protocol):
     def on_evaluate(self, step: int) -> None: ...
 
     def on_message(self, text: str) -> None:
-        """Something that people should know."""
+        """A message for the user."""
         ...
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """A step."""
+        """A step has finished."""
         ...
 
 
@@ -90,7 +90,7 @@ class NullObserver:
 
 
 class _CollectedGroups(Struct):
-    """What came in for one step."""
+    """The groups collected for one step."""
 
     groups: list[RolloutGroup] = field(default_factory=list)  # all of them
     trained: list[TrainingGroup] = field(default_factory=list)
@@ -107,13 +107,13 @@ class Trainer:
         publisher: WeightPublisher | None,
         evaluation: Evaluation,
         checkpoints: CheckpointStore,
-        metrics: Metrics,
+        metrics: MetricsLog,
         progress: Progress,
         observer: TrainingObserver,
         weights_lost: asyncio.Event,
         gpu: GpuMonitor,
     ) -> None:
-        """Without `publisher` weights go nowhere (an engine without a model). `weights_lost` is set when engines may
+        """Without `publisher` no weights are sent (an engine without a model). `weights_lost` is set when engines may
         have lost their weights."""
         self._settings = settings
         self._learner = learner
@@ -134,31 +134,31 @@ class Trainer:
         progress, last = self._progress, self._settings.steps
         self._observer.on_begin(self._metrics.history, last)
         await self._align_engines()
-        await self._rollouts.submit()
+        await self._rollouts.submit_next_groups()
         if not any(metrics.step == progress.step for metrics in self._metrics.history):
             metrics = StepMetrics(progress.step, progress.version)
             await self._evaluate(metrics)
             self._report(metrics)
         while progress.step < last:
-            await self._step()
+            await self._run_step()
         return self._metrics.history
 
     # One step
 
-    async def _step(self) -> None:
+    async def _run_step(self) -> None:
         progress = self._progress
         self._seconds = {}
-        with self._timed("wait"):
-            collected = await self._collect()
+        with self._time_phase("wait"):
+            collected = await self._collect_groups()
         metrics = self._build_metrics(collected)
         metrics.step = progress.step + 1
         if collected.trained:
             self._observer.on_learn(metrics.step, metrics.sessions)
-            with self._timed("compute"):
+            with self._time_phase("compute"):
                 learned = await run_on_compute_thread(self._learner.step, collected.trained, metrics.step)
             self._add_learner_stats(metrics, collected.trained, learned)
         progress.step += 1
-        if collected.trained and self._publisher is not None:  # else the version that there is has these weights
+        if collected.trained and self._publisher is not None:  # otherwise the current version has these weights already
             progress.version += 1
         progress.steps_of[progress.version] = progress.step
         progress.cursor = collected.groups[-1].cursor
@@ -167,80 +167,88 @@ class Trainer:
             JournalEntry(progress.step, [name for group in collected.trained for name in group.sessions])
         )
         self._trained_sessions.update(self._entries[-1].sessions)
-        measured = self._evaluation.is_due(progress.step, self._settings.steps)  # what is measured must not be lost
-        if measured or progress.step % self._settings.checkpoint.every == 0 or progress.step == self._settings.steps:
-            with self._timed("checkpoint"):
+        evaluation_is_due = self._evaluation.is_due(
+            progress.step, self._settings.steps
+        )  # evaluated weights must not be lost
+        if (
+            evaluation_is_due
+            or progress.step % self._settings.checkpoint.every == 0
+            or progress.step == self._settings.steps
+        ):
+            with self._time_phase("checkpoint"):
                 await asyncio.to_thread(self._checkpoints.save, progress, self._learner, self._entries)
             self._entries = []
         if collected.trained:
-            with self._timed("sync"):
-                updated = await self._publish_weights()
-            if updated is not None:
-                metrics.probe_largest, metrics.stood_still = updated.difference.largest, updated.paused_seconds
-                self._seconds |= updated.seconds
+            with self._time_phase("sync"):
+                report = await self._publish_weights()
+            if report is not None:
+                metrics.probe_largest, metrics.stood_still = report.difference.largest, report.paused_seconds
+                self._seconds |= report.seconds
         metrics.version = progress.version
-        await self._rollouts.submit()
-        with self._timed("evaluate"):
+        await self._rollouts.submit_next_groups()
+        with self._time_phase("evaluate"):
             await self._evaluate(metrics)
         metrics.seconds, metrics.gpu_busy = self._seconds, self._gpu.take_utilization()
         metrics.groups_on_their_way = self._rollouts.in_flight
         self._report(metrics)
 
-    async def _collect(self) -> _CollectedGroups:
-        """A step's worth of groups. In place of those without a signal, `grpo.refill` further ones may be taken."""
+    async def _collect_groups(self) -> _CollectedGroups:
+        """Collects a step's worth of groups. Up to `grpo.refill` further ones replace groups without a signal."""
         settings = self._settings
-        found = _CollectedGroups()
-        wanted, refill = settings.rollout.groups_per_step, settings.grpo.refill
-        while len(found.groups) < wanted or (refill and len(found.trained) < wanted):
-            self._observer.on_wait(len(found.groups), wanted)
-            group = await self._wait_with_current_weights(self._rollouts.take)
-            self._exclude(group)
+        collected = _CollectedGroups()
+        group_count, refill = settings.rollout.groups_per_step, settings.grpo.refill
+        while len(collected.groups) < group_count or (refill and len(collected.trained) < group_count):
+            self._observer.on_wait(len(collected.groups), group_count)
+            group = await self._wait_with_current_weights(self._rollouts.take_group)
+            self._exclude_sessions(group)
             outcome = select_training_sessions(group, settings.grpo)
-            found.groups.append(group)
+            collected.groups.append(group)
             if isinstance(outcome, TrainingGroup):
-                found.trained.append(outcome)
+                collected.trained.append(outcome)
                 continue
-            found.filtered[outcome] += 1
+            collected.filtered[outcome] += 1
             if refill:
                 refill -= 1
                 self._rollouts.limit += 1
                 self._rollouts.settle([group])
-                await self._rollouts.submit()
-        found.trained.sort(key=lambda group: group.index)  # the same, in whatever order they ended
-        return found
+                await self._rollouts.submit_next_groups()
+        collected.trained.sort(
+            key=lambda group: group.index
+        )  # so that the order in which they finished does not matter
+        return collected
 
-    def _exclude(self, group: RolloutGroup) -> None:
-        """Sessions that must not be trained on: those of weights that are too old, and any that have been."""
-        mark_stale_sessions(group, self._lag, self._settings.rollout.max_lag)
+    def _exclude_sessions(self, group: RolloutGroup) -> None:
+        """Marks sessions that must not be trained on: stale ones, and ones that were trained on before."""
+        mark_stale_sessions(group, self._compute_lag, self._settings.rollout.max_lag)
         if any(member.reason == "stale" for member in group.members):
-            self._weights_lost.set()  # engines that lost their weights sample with old ones
+            self._weights_lost.set()  # engines that lost their weights may sample with old ones
         for member in group.members:
             if member.session_id in self._trained_sessions:
                 member.reason = "trained_before"
 
-    def _lag(self, version: int) -> int:
-        """Steps that the weights are ahead of those that sampled a token. A version that isn't known was lost with the
-        process that made it: so many updates after the checkpoint that was gone on from."""
-        known = [one for one in self._progress.steps_of if one <= version]
-        if not known:
+    def _compute_lag(self, version: int) -> int:
+        """How many steps the current weights are ahead of `version`. An unknown version was made by an earlier process
+        after the checkpoint that this one resumed from, and was lost with it."""
+        earlier_versions = [known_version for known_version in self._progress.steps_of if known_version <= version]
+        if not earlier_versions:
             return 1 + self._progress.step + self._settings.rollout.max_lag  # unknown: too old
-        nearest = max(known)
+        nearest = max(earlier_versions)
         return max(0, self._progress.step - self._progress.steps_of[nearest] - (version - nearest))
 
     # Engines
 
     async def _wait_with_current_weights(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Something that is sampled for. Engines that may have lost their weights get them again: before, and
-        meanwhile."""
+        """Waits for an operation that needs sampling. Before and during the wait, engines that may have lost their
+        weights get them again."""
         await self._realign_if_lost()
         waiting = asyncio.ensure_future(operation())
         try:
             while not waiting.done():
-                disturbed = asyncio.ensure_future(self._weights_lost.wait())
+                weights_lost = asyncio.ensure_future(self._weights_lost.wait())
                 try:
-                    await asyncio.wait({waiting, disturbed}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({waiting, weights_lost}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    disturbed.cancel()
+                    weights_lost.cancel()
                 await self._realign_if_lost()
             return waiting.result()
         finally:
@@ -252,15 +260,19 @@ class Trainer:
             await self._align_engines()
 
     async def _align_engines(self) -> None:
-        """Makes sure that the engines have these weights, under their version. A version that the service or an engine
-        knows may stand for weights that were lost with a process before this one: then these get a larger one."""
+        """Ensures that the engines have the current weights under the current version. A version that the service or an
+        engine knows may denote weights that an earlier process lost. Then the current weights get a larger version."""
         if self._publisher is None:
             return
-        own, known = self._progress.version, await self._publisher.read_versions()
-        if known.labeled == {own} and known.held <= {own} and await self._publisher.has_trainer_weights(own):
+        own, engine_versions = self._progress.version, await self._publisher.read_versions()
+        if (
+            engine_versions.labeled == {own}
+            and engine_versions.held <= {own}
+            and await self._publisher.has_trainer_weights(own)
+        ):
             return
-        newest = max(known.labeled | known.held, default=0)
-        if newest > own or own in known.labeled:
+        newest = max(engine_versions.labeled | engine_versions.held, default=0)
+        if newest > own or own in engine_versions.labeled:
             self._progress.version = max(newest, own) + 1
             self._progress.steps_of[self._progress.version] = self._progress.step
         await self._publish_weights()
@@ -268,27 +280,28 @@ class Trainer:
     async def _publish_weights(self) -> SyncReport | None:
         if self._publisher is None:
             return None
-        for tried in range(1, _MAX_UPDATE_ATTEMPTS + 1):
+        for attempt in range(1, _MAX_UPDATE_ATTEMPTS + 1):
             try:
                 return await self._publisher.publish(self._progress.version)
             except SyncError as error:
-                if tried == _MAX_UPDATE_ATTEMPTS:
+                if attempt == _MAX_UPDATE_ATTEMPTS:
                     raise
-                log.warning("The engines get their weights again: %s", error)
+                log.warning("Sending the weights to the engines again: %s", error)
                 if isinstance(error, ProbeFailedError):
                     self._progress.version += 1
                     self._progress.steps_of[self._progress.version] = self._progress.step
-        raise AssertionError  # the last try returns or raises
+        raise AssertionError  # the last attempt returns or raises
 
     # Held-out tasks
 
     async def _evaluate(self, metrics: StepMetrics) -> None:
-        """Where it is due. The weights stay as they are meanwhile, and training tasks go on being sampled."""
+        """Runs the evaluation if it is due. The weights stay unchanged meanwhile, and training tasks are still
+        sampled."""
         if self._evaluation.is_due(metrics.step, self._settings.steps):
             self._observer.on_evaluate(metrics.step)
-            found = await self._wait_with_current_weights(partial(self._evaluation.run, metrics.step))
+            result = await self._wait_with_current_weights(partial(self._evaluation.run, metrics.step))
             metrics.version = self._progress.version
-            metrics.held_out, metrics.held_out_excluded = found.reward, found.reasons
+            metrics.held_out, metrics.held_out_excluded = result.reward, result.reasons
 
     # Metrics
 
@@ -319,7 +332,7 @@ class Trainer:
                 "see the log, here and at the service."
             )
         if collected.trained:
-            lags = self._token_lags(_concatenate_columns(collected.trained))
+            lags = self._compute_token_lags(_concatenate_columns(collected.trained))
             metrics.lag_mean, metrics.lag_max = float(lags.mean()), int(lags.max())
         return metrics
 
@@ -334,19 +347,19 @@ class Trainer:
         metrics.ratio_on_policy = compute_mean_ratio(columns, learned.logprobs, newest)
         self._seconds |= learned.seconds
 
-    def _token_lags(self, columns: TokenColumns) -> NDArray[np.int64]:
-        versions, places = np.unique(columns.version, return_inverse=True)
-        return np.array([self._lag(int(version)) for version in versions])[places]
+    def _compute_token_lags(self, columns: TokenColumns) -> NDArray[np.int64]:
+        versions, version_indices = np.unique(columns.version, return_inverse=True)
+        return np.array([self._compute_lag(int(version)) for version in versions])[version_indices]
 
     def _report(self, metrics: StepMetrics) -> None:
         self._metrics.write(metrics)
         self._observer.on_step(metrics)
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began = time.monotonic()
+    def _time_phase(self, phase: str) -> Iterator[None]:
+        started_at = time.monotonic()
         yield
-        self._seconds[phase] = time.monotonic() - began
+        self._seconds[phase] = time.monotonic() - started_at
 
 
 def _concatenate_columns(groups: Sequence[TrainingGroup]) -> TokenColumns:

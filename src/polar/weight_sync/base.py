@@ -1,4 +1,4 @@
-"""What a way of weights into engines is, and what may go wrong on it."""
+"""The WeightTransport protocol and the errors of weight sync."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,44 +13,44 @@ if TYPE_CHECKING:
 
 
 class WeightTransport(Protocol):
-    """Weights on their way to the replicas of a run. Failures of an engine are EngineErrors.
+    """Brings weights to the replicas of a run. Failures of an engine are EngineErrors.
 
-    A plug-in of the entry-point group `polar.weight_sync`. The one with the name of the engines' kind is used unless
-    another is named. It is called with the folder that files of weights go to (docs/weights.md)."""
+    A plug-in of the entry-point group `polar.weight_sync`. The transport named like the engines' kind is used unless
+    another is configured. It is constructed with the folder for weight files (docs/weights.md)."""
 
     def prepare(self, weights: "Mapping[str, Tensor]", version: int) -> None:
-        """Gets ready what replicas will load, while engines still sample. Called in a thread."""
+        """Prepares the weights for loading, while engines still sample. Called in a thread."""
         ...
 
     async def load(self, engine: EngineHttpClient, version: int) -> None:
-        """Puts what was prepared in place at one replica and labels it there; nothing computed from older weights is
-        left. Generation stands still meanwhile. It may be called again after a failure."""
+        """Loads the prepared weights at one replica, labels them there, and drops everything computed from older
+        weights. Generation is paused meanwhile. May be called again after a failure."""
         ...
 
     async def read_version(self, engine: EngineHttpClient) -> int | None:
-        """The version that the replica says it has; None where that is none of ours."""
+        """The version that the replica reports; None if it is not one of Polar's."""
         ...
 
     def release_previous(self, version: int) -> None:
-        """All replicas have this version: what was prepared earlier may go, or be written over."""
+        """Releases or recycles earlier versions, since all replicas have this one."""
         ...
 
     def close(self) -> None:
-        """No more updates come from here. What the latest one has prepared is still needed."""
+        """Called after the last update. What it prepared is still needed."""
         ...
 
 
 def create_transport(name: str, folder: Path) -> WeightTransport:
-    """By its name, or by the kind of the engines; `folder` is where files of weights go. Raises ConfigError."""
-    if name not in plugins.names("weight_sync"):
-        known = ", ".join(plugins.names("weight_sync"))
-        raise ConfigError(f"There is no transport of weights for {name!r}. Available: {known}.")
+    """Creates a transport by its name, or by the engines' kind. `folder` is for weight files. Raises ConfigError."""
+    if name not in plugins.list_names("weight_sync"):
+        known = ", ".join(plugins.list_names("weight_sync"))
+        raise ConfigError(f"Unknown weight transport {name!r}. Available: {known}.")
     return cast(WeightTransport, plugins.load("weight_sync", name)(folder))
 
 
 class SyncError(PolarError):
-    """Engines did not get their weights. `paused`: generation stands still until an update succeeds. `pause_failure`:
-    why generation could not be stopped, though the weights are unknown."""
+    """An update of the engines' weights failed. `paused`: generation is paused until an update succeeds.
+    `pause_failure`: why generation could not be paused although the weights are unknown."""
 
     def __init__(self, message: str, *, paused: bool, pause_failure: str | None = None) -> None:
         rest = "Generation stands still until an update succeeds." if paused else "Generation goes on as before."

@@ -1,9 +1,8 @@
-"""Weights as files, for engines on the same machine: in memory where there is room, else in the run's own folder.
-Polar's embedded engine reads them, and vLLM (`vllm.py`).
+"""Weights as files, for engines on the same machine: in shared memory if there is room, else in the run's folder.
+Polar's embedded engine and vLLM (`vllm.py`) read them.
 
-The latest ones stay while the run goes on, so that an engine that is started again finds them. In memory those before
-them stay as well, as a spare file: the next ones overwrite it, since memory that is had takes a fraction of the time of
-memory that has to be found.
+The latest weights stay during the run, so that a restarted engine finds them. In shared memory the previous file stays
+as a spare, which the next update overwrites: reusing pages is much faster than allocating them.
 """
 
 import hashlib
@@ -30,107 +29,114 @@ log = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 _WEIGHTS_FILE, _SPARE_FOLDER = "model.safetensors", "spare"
 LOAD_SECONDS = 600.0
-"""How long an engine may take to read its weights."""
+"""The time limit for an engine to read its weights."""
 
 _TensorSpecs = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def count_weight_bytes(weights: Mapping[str, Tensor]) -> int:
-    """In bytes, as a file has them."""
+    """The size of the weights' file, without its header."""
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
-# The places of a run that keeps its own things in the folder `run`
+# The staging folders of a run, whose output folder is `run`
 
 
 def choose_staging_folder(run: Path, size: int) -> Path:
-    """For weights of so many bytes. New ones are written beside those that engines have, so in memory there must be
-    more than twice the room: containers often have a mere 64 MB there."""
-    memory = _memory_folder(run)
+    """Chooses where to stage weights of `size` bytes. New weights are written beside the current ones, so shared memory
+    needs more than twice the room; containers often have only 64 MB there."""
+    memory = _get_memory_folder(run)
     if os.access(_SHARED_MEMORY, os.W_OK):
-        own = sum(file.stat().st_size for file in memory.rglob("*") if file.is_file())
-        if shutil.disk_usage(_SHARED_MEMORY).free + own > 2 * size:
+        staged_bytes = sum(file.stat().st_size for file in memory.rglob("*") if file.is_file())
+        if shutil.disk_usage(_SHARED_MEMORY).free + staged_bytes > 2 * size:
             return memory
-    return _disk_folder(run)
+    return _get_disk_folder(run)
 
 
 def remove_other_stagings(run: Path, folder: Path) -> None:
-    """Weights lie in `folder` now. What an earlier process of the run put elsewhere is not needed any longer."""
-    for place in (_memory_folder(run), _disk_folder(run)):
-        if place != folder:
-            shutil.rmtree(place, ignore_errors=True)
+    """Removes weights that an earlier process of the run staged outside `folder`."""
+    for candidate in (_get_memory_folder(run), _get_disk_folder(run)):
+        if candidate != folder:
+            shutil.rmtree(candidate, ignore_errors=True)
 
 
 def remove_staged_weights(run: Path) -> None:
-    """For a run that is not resumed: an engine that is started again needs no weights."""
-    for place in (_memory_folder(run), _disk_folder(run)):
-        shutil.rmtree(place, ignore_errors=True)
+    """Removes all staged weights of a run that will not be resumed."""
+    for staging in (_get_memory_folder(run), _get_disk_folder(run)):
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def move_weights_to_disk(run: Path, state: Path | None) -> None:
-    """The run may be gone on with, but its processes have ended: what lies in memory would stay there until the machine
-    is started anew. So the weights that the engine remembers in the file `state` move to the run's folder; others are
-    not needed, since the trainer gives engines those of its checkpoint."""
-    memory, disk = _memory_folder(run), WeightStaging(_disk_folder(run))
-    last = None if state is None else load_update(state)
-    if state is not None and last is not None and Path(last.path).is_relative_to(memory) and Path(last.path).exists():
+    """Moves the weights that the engine's state file names from shared memory to the run's folder, after the run's
+    processes ended. They would otherwise stay in memory until the machine restarts. Other weights are removed: a
+    resumed trainer sends engines those of its checkpoint."""
+    memory, disk = _get_memory_folder(run), WeightStaging(_get_disk_folder(run))
+    last_update = None if state is None else load_update(state)
+    if (
+        state is not None
+        and last_update is not None
+        and Path(last_update.path).is_relative_to(memory)
+        and Path(last_update.path).exists()
+    ):
         try:
-            disk.copy_from(Path(last.path), last.version)
-            save_update(state, WeightUpdate(str(disk.weights_file(last.version)), last.version))
-            disk.keep_only(last.version)
+            disk.copy_from(Path(last_update.path), last_update.version)
+            save_update(state, WeightUpdate(str(disk.get_weights_file(last_update.version)), last_update.version))
+            disk.keep_only(last_update.version)
         except OSError as error:
-            log.warning("The latest weights stay in %s: %s can't have them: %s", memory, disk.folder, error)
+            log.warning(
+                "The latest weights stay in %s, because they can't be copied to %s: %s", memory, disk.folder, error
+            )
             return
     shutil.rmtree(memory, ignore_errors=True)
 
 
-def _memory_folder(run: Path) -> Path:
-    """The same folder for the same run, in every process."""
+def _get_memory_folder(run: Path) -> Path:
+    """The run's folder in shared memory, the same in every process."""
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
     return (_SHARED_MEMORY / f"polar-weights-{os.getuid()}-{name}").resolve()
 
 
-def _disk_folder(run: Path) -> Path:
+def _get_disk_folder(run: Path) -> Path:
     return run.resolve() / "weights"
 
 
 class WeightStaging:
-    """One folder a version, each with a file of weights as a Hugging Face checkpoint has it."""
+    """One folder per version, each with a weights file in the format of a Hugging Face checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        self._specs_by_folder: dict[str, _TensorSpecs] = {}  # by folder, what this process has written there
+        self._specs_by_folder: dict[str, _TensorSpecs] = {}  # by folder, the tensors that this process wrote there
 
-    def version_folder(self, version: int) -> Path:
+    def get_version_folder(self, version: int) -> Path:
         return self.folder / str(version)
 
-    def weights_file(self, version: int) -> Path:
-        return self.version_folder(version) / _WEIGHTS_FILE
+    def get_weights_file(self, version: int) -> Path:
+        return self.get_version_folder(version) / _WEIGHTS_FILE
 
     def write(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Whole, or not at all."""
-        unfinished = self._unfinished(version)
-        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+        """Writes a version atomically. Raises ConfigError."""
+        unfinished = self._get_unfinished_folder(version)
+        specs = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for left in self.folder.glob(self._unfinished("*").name):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            for abandoned in self.folder.glob(self._get_unfinished_folder("*").name):  # of a process that was killed
+                shutil.rmtree(abandoned, ignore_errors=True)
             if (
-                self._specs_by_folder.pop(_SPARE_FOLDER, None) == kinds and self._spare.exists()
+                self._specs_by_folder.pop(_SPARE_FOLDER, None) == specs and self._spare.exists()
             ):  # memory is cleared by others, too
                 self._spare.rename(unfinished)
                 _overwrite(unfinished / _WEIGHTS_FILE, weights)
             else:
                 self._write_new(weights, unfinished)
-            self._finish(version)
-        except (OSError, SafetensorError) as error:  # the latter, with the system's words, where the disk is full
+            self._rename_finished(version)
+        except (OSError, SafetensorError) as error:  # safetensors raises its own error when the disk is full
             shutil.rmtree(unfinished, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"The weights can't be written to {self.folder}: {reason}.") from error
-        self._specs_by_folder[str(version)] = kinds
+        self._specs_by_folder[str(version)] = specs
 
     def _write_new(self, weights: Mapping[str, Tensor], unfinished: Path) -> None:
-        shutil.rmtree(self._spare, ignore_errors=True)  # of other weights, or an earlier process
+        shutil.rmtree(self._spare, ignore_errors=True)  # of another model or an earlier process
         size = count_weight_bytes(weights)
         if shutil.disk_usage(self.folder).free < size:
             raise ConfigError(
@@ -141,37 +147,37 @@ class WeightStaging:
         save_file(_untie_weights(weights), unfinished / _WEIGHTS_FILE, metadata={"format": "pt"})
 
     def copy_from(self, file: Path, version: int) -> None:
-        """A file of weights that lies somewhere else: whole, or not at all. Raises OSError."""
-        unfinished = self._unfinished(version)
+        """Copies a weights file from elsewhere atomically. Raises OSError."""
+        unfinished = self._get_unfinished_folder(version)
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             unfinished.mkdir(mode=0o700, parents=True)
             shutil.copyfile(file, unfinished / _WEIGHTS_FILE)
-            self._finish(version)
+            self._rename_finished(version)
         except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
-    def _unfinished(self, version: int | str) -> Path:
+    def _get_unfinished_folder(self, version: int | str) -> Path:
         return self.folder / f"{version}.unfinished"
 
-    def _finish(self, version: int) -> None:
-        shutil.rmtree(self.version_folder(version), ignore_errors=True)  # of an update that failed
-        self._unfinished(version).rename(self.version_folder(version))
+    def _rename_finished(self, version: int) -> None:
+        shutil.rmtree(self.get_version_folder(version), ignore_errors=True)  # of an update that failed
+        self._get_unfinished_folder(version).rename(self.get_version_folder(version))
 
     def keep_only(self, version: int) -> None:
-        """All engines have this one, so those before it are not read any more."""
+        """Removes other versions once all engines have loaded this one. One of them may become the spare."""
         for folder in self.folder.iterdir():
             if folder.name in (str(version), _SPARE_FOLDER):
                 continue
-            kinds = self._specs_by_folder.pop(folder.name, None)
+            specs = self._specs_by_folder.pop(folder.name, None)
             if (
-                kinds
+                specs
                 and _SPARE_FOLDER not in self._specs_by_folder
                 and self.folder.is_relative_to(_SHARED_MEMORY.resolve())
             ):
                 folder.rename(self._spare)
-                self._specs_by_folder[_SPARE_FOLDER] = kinds
+                self._specs_by_folder[_SPARE_FOLDER] = specs
             else:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -185,39 +191,39 @@ class WeightStaging:
 
 
 def _untie_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tied tensors as tensors of their own: the file's format knows no others."""
-    apart: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    """Copies tied tensors, since the file format does not support shared storage."""
+    untied: dict[str, Tensor] = {}
+    seen_storages: set[int] = set()
     for name, tensor in weights.items():
         tensor = tensor.detach().to("cpu").contiguous()
-        memory = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
-    return apart
+        storage = tensor.untyped_storage().data_ptr()
+        untied[name] = tensor.clone() if storage in seen_storages else tensor
+        seen_storages.add(storage)
+    return untied
 
 
 class _TensorHeader(Struct):
-    """Of a tensor in a file: from where to where, behind the header."""
+    """A tensor's byte range in a file, counted from the end of the header."""
 
     data_offsets: tuple[int, int]
 
 
 def _overwrite(file: Path, weights: Mapping[str, Tensor]) -> None:
-    """The file holds tensors of the same names and kinds."""
+    """Overwrites a file that has tensors of the same names, types and shapes."""
     data = np.memmap(file, np.uint8, "r+")
-    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = msgspec.json.decode(data[8:begin].tobytes(), type=dict[str, msgspec.Raw])
+    data_start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = msgspec.json.decode(data[8:data_start].tobytes(), type=dict[str, msgspec.Raw])
     for name, tensor in weights.items():
         low, high = msgspec.json.decode(header[name], type=_TensorHeader).data_offsets
-        place = torch.from_numpy(data[begin + low : begin + high])
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        target = torch.from_numpy(data[data_start + low : data_start + high])
+        target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 
-# Engines that read them
+# Transports
 
 
 class FileTransport:
-    """What transports of files have in common."""
+    """Base of transports that stage weights as files."""
 
     def __init__(self, folder: Path) -> None:
         self.staging = WeightStaging(folder)
@@ -238,7 +244,7 @@ class _VersionReply(Struct):
 
 
 def parse_version(engine: EngineHttpClient, path: str, body: bytes) -> int | None:
-    """The version in an engine's answer; None where its label is none of ours. Raises EngineError."""
+    """The version in an engine's answer; None if its label is not one of Polar's. Raises EngineError."""
     try:
         reply = msgspec.json.decode(body, type=_VersionReply)
     except (ValueError, RecursionError) as error:
@@ -248,10 +254,10 @@ def parse_version(engine: EngineHttpClient, path: str, body: bytes) -> int | Non
 
 
 class EmbeddedTransport(FileTransport):
-    """Polar's own engine: one call does all of it."""
+    """Updates Polar's embedded engine, which loads a file in one call."""
 
     async def load(self, engine: EngineHttpClient, version: int) -> None:
-        body = {"path": str(self.staging.weights_file(version)), "version": version}
+        body = {"path": str(self.staging.get_weights_file(version)), "version": version}
         await engine.request("POST", "/update_weights", msgspec.json.encode(body), timeout=LOAD_SECONDS)
 
     async def read_version(self, engine: EngineHttpClient) -> int | None:

@@ -37,20 +37,22 @@ def _collect_weights(model: Any, device: torch.device | None) -> dict[str, Tenso
     for name, tensor in base.state_dict().items():
         if ".modules_to_save." in name or ".original_module." in name:
             raise ConfigError(f"{name} is trained as a whole beside an adapter, which can't be sent to an engine.")
-        owner = _owner(name, adapted)
+        owner = _find_owner(name, adapted)
         if owner is None:
             weights[name] = tensor
             continue
-        own = name.removeprefix(f"{owner}.")
-        if own.startswith(_BASE_LAYER_PREFIX):
+        local_name = name.removeprefix(f"{owner}.")
+        if local_name.startswith(_BASE_LAYER_PREFIX):
             merged = (
-                _merge_adapters(tensor, adapted[owner]).to(device) if own == f"{_BASE_LAYER_PREFIX}weight" else tensor
+                _merge_adapters(tensor, adapted[owner]).to(device)
+                if local_name == f"{_BASE_LAYER_PREFIX}weight"
+                else tensor
             )
-            weights[f"{owner}.{own.removeprefix(_BASE_LAYER_PREFIX)}"] = merged
+            weights[f"{owner}.{local_name.removeprefix(_BASE_LAYER_PREFIX)}"] = merged
     return weights
 
 
-def _owner(name: str, adapted: dict[str, Any]) -> str | None:
+def _find_owner(name: str, adapted: dict[str, Any]) -> str | None:
     """The adapted layer that a tensor belongs to."""
     while "." in name:
         name = name.rpartition(".")[0]

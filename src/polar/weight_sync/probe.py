@@ -1,5 +1,5 @@
-"""The proof that an engine has the trainer's weights: it samples a little, and the trainer's own model says how likely
-these tokens are. Both must say the same, as far as their arithmetic allows."""
+"""Proves that an engine has the trainer's weights: the engine samples a few tokens, and the trainer's model computes
+their log-probabilities. Both must agree within the tolerance of their arithmetic."""
 
 import asyncio
 import math
@@ -18,18 +18,18 @@ from polar.types import Request, SamplingParams
 from polar.weight_sync.base import WeightMismatchError
 
 Scorer = Callable[[list[int], list[int]], Sequence[float]]
-"""The log-probabilities of sampled ids behind a prompt's, at temperature 1."""
+"""From prompt ids and sampled ids to the sampled tokens' log-probabilities at temperature 1."""
 
 _PROMPT_COUNT, _PROMPT_TOKENS, _MAX_SAMPLED_TOKENS = 4, 16, 8
-"""How many prompts, the tokens of each, and how many are sampled at most."""
+"""The number of prompts, the tokens of each, and the maximum of sampled tokens."""
 
 
 class Tolerance(Struct, frozen=True):
-    """How far two computations of the same log-probability may be apart."""
+    """How far two computations of the same log-probabilities may differ."""
 
     largest: float
     mean: float
-    outliers: float = 0.0  # the share of tokens, those furthest apart, that are left out of both
+    outliers: float = 0.0  # the share of tokens with the largest differences that is ignored
 
 
 _TOLERANCES = {
@@ -45,8 +45,8 @@ _TOLERANCES = {
 
 
 def choose_tolerance(*dtypes: str) -> Tolerance:
-    """Of the coarsest of these dtypes, by torch's names: the engine's and the trainer's. What is not known is taken for
-    bfloat16: a wrong alarm would end a run."""
+    """The tolerance for the coarsest of these dtypes (torch's names). An unknown dtype counts as bfloat16, since a
+    false alarm would end a run."""
     tolerances = [_TOLERANCES.get(dtype, _TOLERANCES["bfloat16"]) for dtype in dtypes]
     return max(tolerances, key=lambda tolerance: tolerance.largest)
 
@@ -58,7 +58,7 @@ class ProbeSample(Struct, frozen=True):
 
 
 class Difference(Struct, frozen=True):
-    """Between what an engine and the trainer say of the same tokens, without those that count as outliers."""
+    """The differences between an engine's and the trainer's log-probabilities of the same tokens, without outliers."""
 
     tokens: int
     largest: float
@@ -76,42 +76,42 @@ class Difference(Struct, frozen=True):
 
 class Probe:
     def __init__(self, score: Scorer, vocab_size: int, tolerance: Tolerance) -> None:
-        """Prompts are ids spread over the `vocabulary`, the same ones always: what they say is of no importance."""
+        """Prompts are random ids of the vocabulary, always the same ones; their meaning does not matter."""
         self._score = score
         self.tolerance = tolerance
         random = np.random.default_rng(0)
         self._prompts: list[list[int]] = random.integers(0, vocab_size, (_PROMPT_COUNT, _PROMPT_TOKENS)).tolist()
 
     async def sample(self, engine: Engine) -> list[ProbeSample]:
-        """With the weights that the engine has now."""
+        """Samples all prompts with the engine's current weights."""
         return list(await asyncio.gather(*(_sample(engine, prompt) for prompt in self._prompts)))
 
     async def check(self, url: str, samples: Sequence[ProbeSample]) -> Difference:
         """Compares what the engine at `url` sampled with the trainer's model. Raises WeightMismatchError."""
-        found = await self.measure_difference(samples)
-        if not found.is_within(self.tolerance):
+        difference = await self.measure_difference(samples)
+        if not difference.is_within(self.tolerance):
             raise WeightMismatchError(
-                f"{url} does not have the trainer's weights: log-probabilities differ by {found.largest:.3g} at most "
-                f"and {found.mean:.3g} in the mean, and {self.tolerance.largest:g} and {self.tolerance.mean:g} are "
-                "allowed; "
-                "docs/weights.md tells what to look at."
+                f"{url} does not have the trainer's weights: log-probabilities differ by {difference.largest:.3g} at "
+                f"most and {difference.mean:.3g} in the mean, and {self.tolerance.largest:g} and "
+                f"{self.tolerance.mean:g} are allowed. See docs/weights.md."
             )
-        return found
+        return difference
 
     async def measure_difference(self, samples: Sequence[ProbeSample]) -> Difference:
-        """Against the trainer's model as it is now. The model runs in a thread; it must not change meanwhile."""
+        """Compares samples with the trainer's current model. The model runs in a thread and must not change
+        meanwhile."""
         return await run_on_compute_thread(self._measure_difference, samples)
 
     def _measure_difference(self, samples: Sequence[ProbeSample]) -> Difference:
-        apart = [
+        by_sample = [
             np.abs(np.asarray(sample.logprobs, np.float64) - np.asarray(self._score(sample.prompt, sample.ids)))
             for sample in samples
         ]
-        found: NDArray[np.float64] = np.sort(np.concatenate(apart))
-        if np.isfinite(found).all():  # else something is broken, however few they are
-            found = found[: len(found) - int(self.tolerance.outliers * len(found))]
-        found[np.isnan(found)] = math.inf
-        return Difference(len(found), float(found.max()), float(found.mean()))
+        differences: NDArray[np.float64] = np.sort(np.concatenate(by_sample))
+        if np.isfinite(differences).all():  # otherwise something is broken, and nothing is ignored
+            differences = differences[: len(differences) - int(self.tolerance.outliers * len(differences))]
+        differences[np.isnan(differences)] = math.inf
+        return Difference(len(differences), float(differences.max()), float(differences.mean()))
 
 
 async def _sample(engine: Engine, prompt: list[int]) -> ProbeSample:
@@ -131,19 +131,19 @@ async def _sample(engine: Engine, prompt: list[int]) -> ProbeSample:
 
 
 def make_scorer(model: Any) -> Scorer:
-    """A plain forward pass of a Hugging Face model."""
+    """Scores by a plain forward pass of a Hugging Face model."""
     import torch
 
     @torch.inference_mode()
     def score(prompt: list[int], sampled: list[int]) -> list[float]:
         training = model.training
-        model.eval()  # dropout would blur it
+        model.eval()  # no dropout
         try:
             ids = torch.tensor([prompt + sampled], device=model.device)
             logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         finally:
             model.train(training)
-        found: list[float] = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
-        return found
+        logprobs: list[float] = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        return logprobs
 
     return score

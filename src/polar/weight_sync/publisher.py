@@ -1,6 +1,6 @@
-"""The weights of a model in this process, in the engines of a run.
+"""Publishes the weights of a model in this process to the engines of a run.
 
-For the reference trainer, and for trainers that hold a Hugging Face model themselves.
+For the reference trainer, and for trainers that hold a Hugging Face model.
 
     model ─► merged weights ─► transport of the engines' kind ─► WeightSender ─► the model's own scores as the probe
 """
@@ -25,13 +25,13 @@ from polar.weight_sync.updater import PATIENCE_SECONDS, SyncReport, WeightSender
 
 
 class ScoringModel(Protocol):
-    """What trains: the reference trainer's Learner, or another trainer's model."""
+    """A model in training: the reference trainer's Learner, or another trainer's model."""
 
-    model: Any  # of Hugging Face
+    model: Any  # a Hugging Face model
     vocab_size: int
 
     def score(self, prompt: list[int], sampled: list[int]) -> Sequence[float]:
-        """Log-probabilities of sampled tokens behind a prompt, at temperature 1."""
+        """The log-probabilities of sampled tokens after a prompt, at temperature 1."""
         ...
 
 
@@ -48,7 +48,7 @@ class PlainScoringModel:
 
 
 class EngineVersions(Struct):
-    """Versions of the engines' weights: as the service labels what they sample, and as they say themselves."""
+    """Versions of the engines' weights: as labeled by the service, and as reported by the engines."""
 
     labeled: set[int]
     held: set[int] = field(default_factory=set)
@@ -87,7 +87,7 @@ class ModelWeightPublisher:
         replicas = (await self._client.policy())["replicas"]
         held = await asyncio.gather(*(self._read_held_version(str(replica["url"])) for replica in replicas))
         return EngineVersions(
-            {int(replica["version"]) for replica in replicas}, {one for one in held if one is not None}
+            {int(replica["version"]) for replica in replicas}, {version for version in held if version is not None}
         )
 
     async def has_trainer_weights(self, version: int) -> bool:
@@ -99,7 +99,7 @@ class ModelWeightPublisher:
         return True
 
     async def publish(self, version: int) -> SyncReport:
-        """Gives the engines the model's weights. Raises SyncError: they did not take them, or sample with others."""
+        """Sends the model's weights to the engines and probes them. Raises SyncError."""
         report = await self._sender.send(get_merged_weights(self._model.model), version)
         remove_other_stagings(self._output, self._folder)
         return report
@@ -108,9 +108,9 @@ class ModelWeightPublisher:
         """Publishes under a version that stands for no other weights, and returns it. Engines that have the model's
         weights the first time keep their version. Raises SyncError."""
         if self._version is None:
-            known = await self.read_versions()
-            self._version = max(known.labeled | known.held, default=0)
-            if known.labeled == {self._version} and await self.has_trainer_weights(self._version):
+            versions = await self.read_versions()
+            self._version = max(versions.labeled | versions.held, default=0)
+            if versions.labeled == {self._version} and await self.has_trainer_weights(self._version):
                 return self._version
         self._version += 1
         await self.publish(self._version)
@@ -120,10 +120,10 @@ class ModelWeightPublisher:
         await self._sender.close()
 
     async def _read_held_version(self, url: str) -> int | None:
-        """None where it is away: it is waited for when it gets its weights."""
+        """None if the engine is unavailable; the next update waits for it."""
         http = EngineHttpClient(normalize_engine_url(url), self._engine.api_key, self._engine.timeout)
         try:
-            return await self._transport.read_version(http) or 0  # none of ours: the model that it began with
+            return await self._transport.read_version(http) or 0  # not one of Polar's: its initial model
         except EngineError:
             return None
         finally:
@@ -131,8 +131,8 @@ class ModelWeightPublisher:
 
 
 def _choose_tolerance(engine: EngineSettings, model: ScoringModel) -> Tolerance:
-    """That of the coarser of both. An engine that doesn't say how it computes does so in half precision, on a GPU."""
-    theirs = engine.options.get("dtype", "auto")
-    if theirs == "auto":
-        theirs = "float32" if model.model.device.type == "cpu" else "bfloat16"
-    return choose_tolerance(str(theirs), str(model.model.dtype).removeprefix("torch."))
+    """The tolerance for the coarser dtype of both. An engine on a GPU without a configured dtype counts as bfloat16."""
+    engine_dtype = engine.options.get("dtype", "auto")
+    if engine_dtype == "auto":
+        engine_dtype = "float32" if model.model.device.type == "cpu" else "bfloat16"
+    return choose_tolerance(str(engine_dtype), str(model.model.dtype).removeprefix("torch."))

@@ -1,13 +1,13 @@
-"""Weights into vLLM, by its development routes (VLLM_SERVER_DEV_MODE=1), while it is paused.
+"""Updates vLLM's weights through its development routes (VLLM_SERVER_DEV_MODE=1), while it is paused.
 
-    VllmFileTransport   vLLM reads them from a folder that both processes see
-    VllmIpcTransport    vLLM copies the trainer's own tensors on the same GPU (CUDA IPC): no file, no way over the host
+    VllmFileTransport   vLLM reads files from a folder that both processes can access
+    VllmIpcTransport    vLLM copies the trainer's tensors on the same GPU (CUDA IPC), without files or host memory
 
-Afterwards the paused calls and the prefix cache lose their keys and values, which are computed again under the new
-weights when generation goes on.
+Afterwards the KV cache of paused calls and the prefix cache are dropped; they are computed again with the new weights
+when generation resumes.
 
-Newer releases keep a label of their weights (`/update_weight_version`). Where there is none, this process remembers
-what it gave to which engine process: an engine that was started again has lost it.
+Newer releases store a label of their weights (`/update_weight_version`). For others this process remembers which engine
+process has which version; a restarted engine has lost it.
 """
 
 import base64
@@ -30,21 +30,21 @@ from polar.weight_sync.files import LOAD_SECONDS, FileTransport, parse_version
 _PROCESS_START_METRIC = re.compile(rb"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
 
 
-class _Loaded(Struct, frozen=True):
+class _LoadedVersion(Struct, frozen=True):
     version: int
-    process_start: bytes  # the engine's process that has it, as its metrics name the time of its start
+    process_start: bytes  # the start time of the engine's process, from its metrics
 
 
 class _WeightLabels:
-    """Which version each engine has."""
+    """Reads and writes the version label of each engine."""
 
     def __init__(self) -> None:
-        self._loaded: dict[str, _Loaded] = {}  # by address, of engines that keep no label
+        self._loaded: dict[str, _LoadedVersion] = {}  # by address, for engines without labels
 
     async def write(self, engine: EngineHttpClient, version: int) -> None:
         body = msgspec.json.encode({"new_version": str(version)})
         if not await engine.post_if_supported("/update_weight_version", body):
-            self._loaded[engine.url] = _Loaded(version, await _read_process_start(engine))
+            self._loaded[engine.url] = _LoadedVersion(version, await _read_process_start(engine))
 
     async def read(self, engine: EngineHttpClient) -> int | None:
         path = "/weight_info"
@@ -63,7 +63,7 @@ class VllmFileTransport(FileTransport):
         self._labels = _WeightLabels()
 
     async def load(self, engine: EngineHttpClient, version: int) -> None:
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self.staging.version_folder(version))}}
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self.staging.get_version_folder(version))}}
         await _post(engine, "/collective_rpc", reload)
         await _reset_caches(engine)
         await self._labels.write(engine, version)
@@ -98,10 +98,10 @@ class VllmIpcTransport:
         await _post(engine, "/init_weight_transfer_engine", {"init_info": {}}, hint=_IPC_HINT)
         await _post(engine, "/start_weight_update", {"is_checkpoint_format": True})
         try:
-            torch.cuda.synchronize()  # the engine reads the memory: what was launched for it must have run
+            torch.cuda.synchronize()  # pending kernels must finish before the engine reads the memory
             await _post(engine, "/update_weights", {"update_info": _make_update(self._tensors)})
         finally:
-            # Also where it failed: an update that was begun and not finished would refuse every later one.
+            # Also after a failure: vLLM refuses further updates until this one is finished.
             await _post(engine, "/finish_weight_update")
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         await _reset_caches(engine)
@@ -138,14 +138,14 @@ async def _reset_caches(engine: EngineHttpClient) -> None:
 
 
 async def _read_process_start(engine: EngineHttpClient) -> bytes:
-    found = _PROCESS_START_METRIC.search(await engine.get_if_supported("/metrics") or b"")
-    if found is None:
+    match = _PROCESS_START_METRIC.search(await engine.get_if_supported("/metrics") or b"")
+    if match is None:
         raise EngineError(
-            f"{engine.url} has neither /update_weight_version nor process_start_time_seconds in /metrics, so nobody "
-            "could tell which weights it has.",
+            f"{engine.url} has neither /update_weight_version nor process_start_time_seconds in /metrics, so its "
+            "weights can't be identified.",
             kind="unsupported",
         )
-    return found[1]
+    return match[1]
 
 
 async def _post(

@@ -240,13 +240,15 @@ async def test_a_run_with_the_built_in_agent() -> None:
     assert all(promise.reached for promise in fidelity.list_promises(report))
     assert set(msgspec.json.decode(fidelity.to_json(report))) >= {"measured", "promises", "failed", "drift"}
     console = Console(record=True, width=200, file=io.StringIO())
-    fidelity.show(report, console)
+    fidelity.print_report(report, console)
     assert "one reply dropped" in console.export_text()
 
 
 def test_counts_do_not_rest_on_the_tree() -> None:
     """A builder that lied would be found out: a trace with one token changed."""
     exchanges = [exchange(0, SYSTEM, [5, END]), exchange(1, [*SYSTEM, 5, END, 4], [6, END])]
-    built = fidelity_counts.from_traces(prefix_merging(read_session_paths(recorded(exchanges).session, exchanges)))
+    built = fidelity_counts.build_session_from_traces(
+        prefix_merging(read_session_paths(recorded(exchanges).session, exchanges))
+    )
     built.trained[0].ids[0] += 1
     assert count_tokens(built, exchanges).wrong_context == 4

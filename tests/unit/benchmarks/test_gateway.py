@@ -21,10 +21,10 @@ from benchmarks.gateway.report import (
     SessionMemory,
     StreamDelays,
     list_promises,
-    show,
+    print_report,
     to_json,
 )
-from benchmarks.polar_server import LoopReport, LoopStall, LoopWatch
+from benchmarks.polar_server import LoopMonitor, LoopReport, LoopStall
 from polar.dialects.base import Dialect
 from polar.plugins import load
 
@@ -70,9 +70,9 @@ async def test_engine_answers_whole_and_streamed() -> None:
         models = await connection.call(encode_get("/v1/models"))
         assert b"bench" in models.body
         whole = await connection.call(encode_post("/v1/chat/completions", body(SMALL, 4)))
-        assert whole.content() == make_reply(SMALL, 4).whole
+        assert whole.read_content() == make_reply(SMALL, 4).whole
         streamed = await connection.call(encode_post("/v1/chat/completions", body(SMALL, 4, stream=True)))
-        assert streamed.content() == b"".join(make_reply(SMALL, 4).events)
+        assert streamed.read_content() == b"".join(make_reply(SMALL, 4).events)
         assert whole.sent_at <= whole.first_at <= whole.ended_at
         with pytest.raises(BenchmarkError, match="400"):
             await connection.call(encode_post("/v1/chat/completions", b"{}"))
@@ -92,20 +92,20 @@ async def test_paced_streams_carry_the_time_of_each_token() -> None:
 
 
 def test_peers_are_asked_for_ids() -> None:
-    peer = Target("peer", 1, None).session("key").request(SMALL, 0)
-    polar = Target("polar", 1, None, control_port=2).session("key").request(SMALL, 0)
+    peer = Target("peer", 1, None).open_session("key").make_request(SMALL, 0)
+    polar = Target("polar", 1, None, control_port=2).open_session("key").make_request(SMALL, 0)
     assert b'"return_token_ids":true' in peer
     assert b'"return_token_ids":true' not in polar
 
 
 async def test_watch_sees_a_stall_and_whose_it_was() -> None:
-    watch = LoopWatch()
+    watch = LoopMonitor()
     await asyncio.sleep(0.005)
     deadline = asyncio.get_running_loop().time() + 0.05
     while asyncio.get_running_loop().time() < deadline:
         pass
     await asyncio.sleep(0.005)
-    watched = watch.report()
+    watched = watch.make_report()
     assert watched.stalls
     assert max(stall.thread_cpu for stall in watched.stalls) > 0
 
@@ -152,5 +152,5 @@ async def test_run() -> None:
 
     assert set(msgspec.json.decode(to_json(measured))) >= {"cpu_per_call", "first_byte", "promises"}
     console = Console(record=True, width=120, file=io.StringIO())
-    show(measured, console)
+    print_report(measured, console)
     assert "FastAPI" in console.export_text()

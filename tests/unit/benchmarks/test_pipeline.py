@@ -103,5 +103,5 @@ async def test_a_small_run() -> None:
     decoded = msgspec.json.decode(pipeline.to_json(measured))
     assert decoded["stages"]["steady"]["slots"] == measured.stages.steady.slots
     shown = io.StringIO()
-    pipeline.show(measured, Console(file=shown, width=150))
+    pipeline.print_report(measured, Console(file=shown, width=150))
     assert "one by one, 8 workers" in shown.getvalue()

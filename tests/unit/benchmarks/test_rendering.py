@@ -26,5 +26,5 @@ def test_the_promise_is_judged_by_the_ratio() -> None:
     small = TrajectoryReport(rendered=RenderingCost(rendering.OWN, 30_000, 90, 9, 2.0, 29.0, 4.0, 8.0))
     assert not trajectory.list_promises(small)  # a tokenizer that no model has says nothing of the promise
     console = Console(record=True, width=160, file=io.StringIO())
-    trajectory.show(report, console)
+    trajectory.print_report(report, console)
     assert "a model's" in console.export_text()

@@ -24,7 +24,7 @@ def test_promises_are_judged_by_their_figures() -> None:
 
 
 def test_times_are_milliseconds() -> None:
-    measured = LatencySummary.of([0.001 * number for number in range(1, 102)])
+    measured = LatencySummary.from_seconds([0.001 * number for number in range(1, 102)])
     assert (measured.count, round(measured.p50), round(measured.p99), round(measured.longest)) == (101, 51, 100, 101)
 
 
@@ -39,5 +39,5 @@ async def test_a_small_run() -> None:
     assert told["cold"]["p50"] == report.cold.p50
     assert len(told["promises"]) == 3
     shown = io.StringIO()
-    sandbox.show(report, Console(file=shown, width=120))
+    sandbox.print_report(report, Console(file=shown, width=120))
     assert "docker was not measured" in shown.getvalue()

@@ -92,7 +92,7 @@ async def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = msgspec.json.decode(service.to_json(measured))
     assert decoded["read"][0]["mb_per_second"] == ours.mb_per_second
     shown = io.StringIO()
-    service.show(measured, Console(file=shown, width=150))
+    service.print_report(measured, Console(file=shown, width=150))
     assert "two worker processes over HTTP" in shown.getvalue()
     assert "PostgreSQL was not measured: name a server with --postgres" in shown.getvalue()
 

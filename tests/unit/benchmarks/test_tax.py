@@ -34,7 +34,7 @@ async def test_every_way_samples_and_takes_turns(capsys: pytest.CaptureFixture[s
     told = json.loads(tax.to_json(measured))
     assert set(told["ratios"]["vllm"]) == {tax.OFF, tax.LOGPROBS, tax.ON}
     assert told["promises"] == []
-    tax.show(measured, Console())
+    tax.print_report(measured, Console())
     assert "captured" in capsys.readouterr().out
 
 

@@ -31,7 +31,7 @@ from benchmarks.tree.report import BuilderCost, TimedStep, TreePlan, TreeReport,
 from polar.errors import ConfigError
 from polar.records.trajectory import SessionPaths
 from polar.records.trajectory import TokenPath as TokenPath
-from polar.train.packing import pack_forest
+from polar.train.packing import pack_trees
 from polar.trajectory.tree import build_token_tree
 
 SIZES = ModelSizes(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=4, vocabulary=32)
@@ -154,7 +154,7 @@ def test_recorded_groups_share_what_they_should(file: Path) -> None:
 
 def test_flops_of_one_path_are_those_that_one_counts_by_hand() -> None:
     group = make_synthetic_group("one", sessions=1, system=3, turns=1, sampled=2, observed=5)
-    found = count_flops(SIZES, pack_forest(BUILDERS["prefix_merging"](group).trees))
+    found = count_flops(SIZES, pack_trees(BUILDERS["prefix_merging"](group).trees))
     matrices = 2 * (8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16)  # q, k and v, o, feed-forward
     assert found.matrices == 6 * matrices * 10
     assert found.output == 6 * 8 * 32 * 2
@@ -163,11 +163,11 @@ def test_flops_of_one_path_are_those_that_one_counts_by_hand() -> None:
 
 def test_attention_of_a_tree_is_that_of_its_paths_with_what_they_share_once() -> None:
     group = small()
-    tree_flops = count_flops(SIZES, pack_forest(BUILDERS["prefix_tree"](group).trees))
-    merged = count_flops(SIZES, pack_forest(BUILDERS["prefix_merging"](group).trees))
+    tree_flops = count_flops(SIZES, pack_trees(BUILDERS["prefix_tree"](group).trees))
+    merged = count_flops(SIZES, pack_trees(BUILDERS["prefix_merging"](group).trees))
     shared = count_flops(
         SIZES,
-        pack_forest(
+        pack_trees(
             BUILDERS["prefix_merging"](
                 make_synthetic_group("s", sessions=1, system=0, turns=1, sampled=5, observed=45)
             ).trees
@@ -178,8 +178,8 @@ def test_attention_of_a_tree_is_that_of_its_paths_with_what_they_share_once() ->
 
 
 def test_an_output_that_two_samplings_share_is_counted_once() -> None:
-    made = pack_forest(BUILDERS["prefix_tree"](stripped()).trees)
-    alone = pack_forest(BUILDERS["per_request"](stripped()).trees)
+    made = pack_trees(BUILDERS["prefix_tree"](stripped()).trees)
+    alone = pack_trees(BUILDERS["per_request"](stripped()).trees)
     assert count_flops(SIZES, made).output == 6 * 8 * 32 * 6
     assert count_flops(SIZES, alone).output == 6 * 8 * 32 * 8
 
@@ -286,7 +286,7 @@ def test_a_sampled_cell_is_scaled_and_says_so() -> None:
     )
     found.cells[0].reserved, found.cells[0].retries = 123_400_000_000, 7
     console = Console(file=io.StringIO(), width=200)
-    tree_report.show(found, console)
+    tree_report.print_report(found, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "200.00" in shown
     assert "123.4 │       7" in shown

@@ -39,7 +39,7 @@ async def test_every_way_holds_the_same_sessions(
     assert (tmp_path / "data").is_dir()
     read = json.loads(vllm.to_json(report))
     assert set(read["ratios"]["3"]) == {CHAT, IDS}
-    vllm.show(report, Console(width=150))
+    vllm.print_report(report, Console(width=150))
     assert "through Polar" in capsys.readouterr().out
 
 

@@ -9,8 +9,8 @@ from polar.bridges import areal, rollouts
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
-from polar.testing.conversations import item
-from polar.testing.token_paths import path, session
+from polar.testing.conversations import make_session_item
+from polar.testing.token_paths import make_path, make_session_paths
 from tests.unit.bridges.pretending import pretend
 
 
@@ -131,7 +131,7 @@ def test_a_task_that_comes_again_at_the_same_version(monkeypatch: pytest.MonkeyP
         keys = []
         for task, engine.version, evaluates in asked:
             workflow = areal.PolarWorkflow({"tasks": ["anywhere"], "name": "one"})
-            keys.append(workflow._group_key(engine, task, evaluates=evaluates))
+            keys.append(workflow._make_group_key(engine, task, evaluates=evaluates))
         assert keys == ["v0", "v0", "v0.1", "v1", "eval-v1"]
 
 
@@ -139,7 +139,7 @@ def test_ranks_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(areal, "_register_workflow", lambda: None)
     workflow = areal.PolarWorkflow({"tasks": ["anywhere"], "name": "one"})
     names = ["0", "1", "12", "0123456789abcdef"]  # the last is one that is alone
-    keys = [workflow._group_key(Engine(name), "a", evaluates=False) for name in names]
+    keys = [workflow._make_group_key(Engine(name), "a", evaluates=False) for name in names]
     assert keys == ["v0", "v0-r1", "v0-r12", "v0"]
 
 
@@ -156,7 +156,7 @@ def episodes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             made.append(self)
 
         async def run_group(self, task: str, key: str, **_: Any) -> SessionGroup:
-            ran = item(session(path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
+            ran = make_session_item(make_session_paths(make_path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
             return SessionGroup(task, key, 1, [ran], [])
 
     monkeypatch.setattr(rollouts, "RolloutClient", Asked)

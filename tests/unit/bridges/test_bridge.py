@@ -35,7 +35,7 @@ LOAD_ALL = """
 import sys
 from importlib import import_module
 from polar import plugins
-for name in plugins.names("bridges"):
+for name in plugins.list_names("bridges"):
     plugins.load("bridges", name)
 trainers = {"areal", "art", "miles", "nemo_gym", "nemo_rl", "openrlhf", "skyrl", "slime", "tinker", "trl", "verifiers"}
 print(sorted(({"torch", "verl"} | trainers) & sys.modules.keys()))
@@ -43,7 +43,7 @@ print(sorted(({"torch", "verl"} | trainers) & sys.modules.keys()))
 
 
 def test_every_entry_point_is_a_bridge() -> None:
-    loaded = {name: plugins.load("bridges", name) for name in plugins.names("bridges")}
+    loaded = {name: plugins.load("bridges", name) for name in plugins.list_names("bridges")}
     trainers = {
         "areal",
         "art",

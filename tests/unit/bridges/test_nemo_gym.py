@@ -24,8 +24,8 @@ from polar.bridges.settings import BridgeSettings, load_settings
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.records.trajectory import SessionPaths, Trace
-from polar.testing.conversations import Talk, item, said
-from polar.testing.token_paths import path
+from polar.testing.conversations import ConversationBuilder, make_session_item, make_text_parts
+from polar.testing.token_paths import make_path
 from polar.trajectory.builders import per_request, prefix_merging
 from polar.types import Text
 from tests.bridging import served, serving, task
@@ -40,10 +40,10 @@ def run(one: SessionItem) -> dict[str, Any]:
 
 def session(name: str, reward: float, build: Any, *, task_id: str = "t", shift: int = 0) -> SessionItem:
     """Three turns, each of which goes on from the one before."""
-    first = path(0, [11, 12 + shift], [13, 14], session_id=name)
-    second = path(1, [11, 12 + shift, 13, 14, 15], [16, 17, 18], session_id=name)
-    third = path(2, [11, 12 + shift, 13, 14, 15, 16, 17, 18, 19], [20], session_id=name)
-    return item(SessionPaths(name, [first, second, third], reward), build, task_id=task_id)
+    first = make_path(0, [11, 12 + shift], [13, 14], session_id=name)
+    second = make_path(1, [11, 12 + shift, 13, 14, 15], [16, 17, 18], session_id=name)
+    third = make_path(2, [11, 12 + shift, 13, 14, 15, 16, 17, 18, 19], [20], session_id=name)
+    return make_session_item(SessionPaths(name, [first, second, third], reward), build, task_id=task_id)
 
 
 def read(log: list[dict[str, Any]]) -> tuple[list[int], list[int], list[float]]:
@@ -64,11 +64,11 @@ def expected(trace: Trace) -> tuple[list[int], list[int], list[float]]:
 
 def test_a_run_is_the_main_agents_trace_and_carries_the_others() -> None:
     paths = [
-        path(0, [1], [2], role="main"),
-        path(1, [5, 6], [7, 8, 9], role="subagent"),
-        path(2, [3], [4, 4], role="main"),
+        make_path(0, [1], [2], role="main"),
+        make_path(1, [5, 6], [7, 8, 9], role="subagent"),
+        make_path(2, [3], [4, 4], role="main"),
     ]
-    one = item(SessionPaths("s", paths, 0.5), task_id="t")
+    one = make_session_item(SessionPaths("s", paths, 0.5), task_id="t")
     made = run(one)
     assert made["polar"]["exchange_ids"] == [paths[2].exchange_id]  # the subagent said more, but is no main agent
     assert (made["polar_traces"], made["polar_share"]) == (3, pytest.approx(2 / 6))
@@ -79,9 +79,9 @@ def test_a_run_is_the_main_agents_trace_and_carries_the_others() -> None:
 
 
 def test_items_say_what_was_said_as_far_as_it_is_known() -> None:
-    talk = Talk()
-    name = talk.call([{"role": "user", "content": "Hello?"}], said("Hello."))
-    one = talk.item()
+    talk = ConversationBuilder()
+    name = talk.add_call([{"role": "user", "content": "Hello?"}], make_text_parts("Hello."))
+    one = talk.build_item()
     assert collect_replies(one, result(one)) == {name: [Text("Hello.")]}
     (message,) = run(one)["response"]["output"]
     assert message["content"][0]["text"] == "Hello."
@@ -280,8 +280,8 @@ def test_a_batch_has_all_traces_and_empty_rows() -> None:
 
 
 def test_calls_without_context_between_them_have_ids_all_the_same() -> None:
-    paths = [path(0, [11, 12], [13, 14]), path(1, [11, 12, 13, 14], [15])]
-    one = item(SessionPaths("s", paths, 0.5), task_id="t")
+    paths = [make_path(0, [11, 12], [13, 14]), make_path(1, [11, 12, 13, 14], [15])]
+    one = make_session_item(SessionPaths("s", paths, 0.5), task_id="t")
     log = build_message_log(run(one))
     assert [len(message["token_ids"]) for message in log] == [2, 2, 0, 1]
     assert {message["token_ids"].dtype for message in log} == {torch.long}
@@ -397,7 +397,7 @@ def test_validation_ends_where_it_fails() -> None:
 @pytest.mark.parametrize("scale", [1.0, None])
 def test_log_probabilities_of_another_temperature(scale: float | None) -> None:
     """Are not trained on; a validation's may be what they like."""
-    bridge: Any = Keys(item(SessionPaths("s", [path(0, [1], [2], scale=scale)], 1.0), task_id="a"))
+    bridge: Any = Keys(make_session_item(SessionPaths("s", [make_path(0, [1], [2], scale=scale)], 1.0), task_id="a"))
     loop = NemoRl(bridge, rows=8, step=7)
     with pytest.raises(ConfigError, match=r"temperature 0\.7, and the log-probabilities of s are of temperature"):
         loop.run_groups([{"task_id": "a"}], {"temperature": 0.7})

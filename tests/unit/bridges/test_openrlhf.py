@@ -21,8 +21,8 @@ from polar.config import EngineSettings, SamplingOverrides
 from polar.engines.base import TokenPrompt
 from polar.engines.vllm import VllmEngine
 from polar.errors import ConfigError, EngineError
-from polar.testing.conversations import item
-from polar.testing.token_paths import path, session
+from polar.testing.conversations import make_session_item
+from polar.testing.token_paths import make_path, make_session_paths
 from polar.types import Request, SamplingParams
 from tests.unit.bridges.pretending import pretend
 
@@ -87,7 +87,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         async def run_group(self, task: str, key: str, **more: Any) -> SessionGroup:
             told.append((key, more["samples"], more["sampling"]))
             await asyncio.sleep(0.01)
-            ran = item(session(path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
+            ran = make_session_item(make_session_paths(make_path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
             return SessionGroup(task, task, 2, [ran], [], Counter(timeout=1))
 
     monkeypatch.setattr(rollouts, "_shared_groups", {})

@@ -12,14 +12,17 @@ from polar.bridges.rollouts import GroupKeys, SessionGroup
 from polar.bridges.skyrl import build_lines, check_config, weight_advantages_by_session
 from polar.errors import ConfigError
 from polar.records.trajectory import SessionPaths
-from polar.testing.conversations import item
-from polar.testing.token_paths import path
+from polar.testing.conversations import make_session_item
+from polar.testing.token_paths import make_path
 
 
 def group(asked: int, *rewards: float, scale: float | None = 1.0) -> SessionGroup:
     """Sessions of two traces."""
-    calls = [path(0, [1, 2], [3, 4], scale=scale), path(1, [5], [6], scale=scale)]
-    items = [item(SessionPaths(f"s{number}", calls, reward), task_id="t") for number, reward in enumerate(rewards)]
+    calls = [make_path(0, [1, 2], [3, 4], scale=scale), make_path(1, [5], [6], scale=scale)]
+    items = [
+        make_session_item(SessionPaths(f"s{number}", calls, reward), task_id="t")
+        for number, reward in enumerate(rewards)
+    ]
     return SessionGroup("t", "train/1/t", asked, items, [], Counter(timeout=asked - len(rewards)))
 
 

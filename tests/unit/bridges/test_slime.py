@@ -18,8 +18,8 @@ from polar.bridges.slime import build_samples, pad_to_ranks
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.records.trajectory import SessionPaths
-from polar.testing.conversations import item as item_of
-from polar.testing.token_paths import path
+from polar.testing.conversations import make_session_item as item_of
+from polar.testing.token_paths import make_path
 from tests.trainers.splitting import split
 from tests.unit.bridges import slime_contract as contract
 from tests.unit.train import tiny
@@ -30,9 +30,9 @@ TASKS = ["fix", "build", "test", "run"]
 def session(name: str, reward: float, *, traces: int = 1, version: int = 0, scale: float | None = 1.0) -> SessionItem:
     """Of two turns that go on from one another, and further ones that don't."""
     paths = [
-        path(0, [11, 12], [13, 14], session_id=name, scale=scale),
-        path(1, [11, 12, 13, 14, 15], [16], session_id=name, scale=scale),
-        *(path(2 + more, [20 + more], [18, 17, 16], session_id=name, scale=scale) for more in range(traces - 1)),
+        make_path(0, [11, 12], [13, 14], session_id=name, scale=scale),
+        make_path(1, [11, 12, 13, 14, 15], [16], session_id=name, scale=scale),
+        *(make_path(2 + more, [20 + more], [18, 17, 16], session_id=name, scale=scale) for more in range(traces - 1)),
     ]
     for one in paths:
         one.versions = np.full(len(one.sampled), version, np.int32)

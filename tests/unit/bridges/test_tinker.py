@@ -12,15 +12,17 @@ from polar.bridges import tinker
 from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.rollouts import SessionGroup
 from polar.records.trajectory import SessionPaths
-from polar.testing.conversations import item
-from polar.testing.token_paths import path
+from polar.testing.conversations import make_session_item
+from polar.testing.token_paths import make_path
 from tests.trainers.splitting import split
 
 
 def group(*rewards: float) -> SessionGroup:
     """Sessions of 3, 6, 9, ... trainable tokens."""
     items = [
-        item(SessionPaths(f"s{n}", [path(k, [9] * k + [k], [1, 2, 3]) for k in range(n + 1)], reward), task_id="t")
+        make_session_item(
+            SessionPaths(f"s{n}", [make_path(k, [9] * k + [k], [1, 2, 3]) for k in range(n + 1)], reward), task_id="t"
+        )
         for n, reward in enumerate(rewards)
     ]
     return SessionGroup("t", "t", len(rewards), items, [], Counter({"timeout": 1}))

@@ -22,16 +22,16 @@ from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.export.trl import make_filler_row
 from polar.records.trajectory import SessionPaths
-from polar.testing.conversations import item
-from polar.testing.token_paths import path
+from polar.testing.conversations import make_session_item
+from polar.testing.token_paths import make_path
 
 PAD = 99
 
 
 def session(name: str, traces: int = 1, *, scale: float | None = 1.0) -> SessionItem:
     """Each trace is a call of its own, since none goes on from another."""
-    paths = [path(index, [10 + index], [20 + index, 21], session_id=name, scale=scale) for index in range(traces)]
-    return item(SessionPaths(name, paths, 0.5), task_id="t")
+    paths = [make_path(index, [10 + index], [20 + index, 21], session_id=name, scale=scale) for index in range(traces)]
+    return make_session_item(SessionPaths(name, paths, 0.5), task_id="t")
 
 
 class Service:

@@ -9,10 +9,10 @@ import pytest
 
 from polar.bridges import bridge
 from polar.bridges.rollouts import SessionGroup
-from polar.bridges.verifiers import Plugin, build_info, build_nodes, plugin
+from polar.bridges.verifiers import VerifiersClasses, build_info, build_nodes, plugin
 from polar.records.trajectory import SessionPaths
-from polar.testing.conversations import Talk, item
-from polar.testing.token_paths import path
+from polar.testing.conversations import ConversationBuilder, make_session_item
+from polar.testing.token_paths import make_path
 from polar.types import Text, ToolCall
 from tests.unit.bridges.telling import result
 
@@ -31,11 +31,11 @@ def branches(made: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def test_each_trace_is_a_chain_of_its_own() -> None:
     paths = [
-        path(0, [11, 12], [13, 14]),
-        path(1, [11, 12, 13, 14, 15], [16]),
-        path(2, [19], [18, 17, 16], role="subagent", trainable=2),
+        make_path(0, [11, 12], [13, 14]),
+        make_path(1, [11, 12, 13, 14, 15], [16]),
+        make_path(2, [19], [18, 17, 16], role="subagent", trainable=2),
     ]
-    one = item(SessionPaths("s", paths, 0.5), task_id="t")
+    one = make_session_item(SessionPaths("s", paths, 0.5), task_id="t")
     chains = branches(build_nodes(one, result(one)))
     recorded = one.trajectory.traces[0].logprobs
     assert recorded is not None
@@ -51,10 +51,10 @@ def test_each_trace_is_a_chain_of_its_own() -> None:
 
 
 def test_what_was_said_stands_before_the_tokens_that_said_it() -> None:
-    talk = Talk()
+    talk = ConversationBuilder()
     opening = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "List."}]
-    talk.call(opening, [Text("So."), ToolCall("c1", "bash", '{"command": "ls"}')])
-    one = talk.item()
+    talk.add_call(opening, [Text("So."), ToolCall("c1", "bash", '{"command": "ls"}')])
+    one = talk.build_item()
     (chain,) = branches(build_nodes(one, result(one)))
     assert [node["message"]["role"] for node in chain] == ["system", "user", "assistant"]
     assert [node["sampled"] for node in chain] == [False, False, True]
@@ -101,7 +101,7 @@ class Rollouts:
 
 
 @pytest.fixture
-def plugged(monkeypatch: pytest.MonkeyPatch) -> Plugin:
+def plugged(monkeypatch: pytest.MonkeyPatch) -> VerifiersClasses:
     names = ("Task", "TaskData", "State", "TaskConfig", "Trace", "Taskset", "TasksetConfig", "EnvConfig", "Env")
     vf: Any = SimpleNamespace(**dict.fromkeys((*names, "Harness", "HarnessConfig", "SubprocessConfig"), Of))
     vf.AgentConfig = lambda **_: None
@@ -128,7 +128,7 @@ class Agents:
         await self.harness.launch(ctx, SimpleNamespace(id="e"), None, "", "", None, SimpleNamespace(id=task))
 
 
-async def test_each_environment_has_a_client_of_its_own(plugged: Plugin) -> None:
+async def test_each_environment_has_a_client_of_its_own(plugged: VerifiersClasses) -> None:
     """One that stops leaves the others theirs."""
     first, second = plugged.env(), plugged.env()
     agents: Any = Agents(plugged.harness())
@@ -146,7 +146,9 @@ async def test_each_environment_has_a_client_of_its_own(plugged: Plugin) -> None
     assert (own.asked, other.asked, other.closed) == (["a"], ["b"], True)
 
 
-async def test_a_task_without_results_is_a_failed_rollout(plugged: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_without_results_is_a_failed_rollout(
+    plugged: VerifiersClasses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Rollouts, "reason", None)
     env = plugged.env()
     await env.start()
@@ -154,6 +156,6 @@ async def test_a_task_without_results_is_a_failed_rollout(plugged: Plugin, monke
         await env.run("a", Agents(plugged.harness()))
 
 
-async def test_the_harness_says_that_it_needs_its_environment(plugged: Plugin) -> None:
+async def test_the_harness_says_that_it_needs_its_environment(plugged: VerifiersClasses) -> None:
     with pytest.raises(HarnessError, match="Polar's environment"):
         await Agents(plugged.harness()).run("a")

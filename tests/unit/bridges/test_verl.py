@@ -18,8 +18,8 @@ from polar.errors import ConfigError, PolarError
 from polar.export.base import SessionItem
 from polar.export.verl import list_trajectory_keys
 from polar.records.task import TaskRequest
-from polar.testing.conversations import item
-from polar.testing.token_paths import path, session
+from polar.testing.conversations import make_session_item
+from polar.testing.token_paths import make_path, make_session_paths
 from polar.trajectory.builders import per_request
 from polar.weight_sync.base import WeightMismatchError
 from tests.unit.bridges.pretending import pretend
@@ -27,8 +27,8 @@ from tests.unit.bridges.pretending import pretend
 
 def split(name: str) -> SessionItem:
     """Two calls that don't extend one another."""
-    calls = [path(0, [1, 2], [3, 4, 5], session_id=name), path(1, [1, 7], [8], session_id=name)]
-    return item(session(*calls, reward=0.5), task_id="run/step-1/t")
+    calls = [make_path(0, [1, 2], [3, 4, 5], session_id=name), make_path(1, [1, 7], [8], session_id=name)]
+    return make_session_item(make_session_paths(*calls, reward=0.5), task_id="run/step-1/t")
 
 
 def test_a_session_is_one_output_a_trace() -> None:
@@ -44,7 +44,7 @@ def test_a_session_is_one_output_a_trace() -> None:
 
 
 def test_without_recorded_logprobs() -> None:
-    made = item(session(path(0, [1], [2], logprobs=False)), task_id="t")
+    made = make_session_item(make_session_paths(make_path(0, [1], [2], logprobs=False)), task_id="t")
     with pytest.raises(ConfigError, match="calculate_log_probs"):
         agent_loop.build_outputs(made)
     assert [one["response_logprobs"] for one in agent_loop.build_outputs(made, logprobs=False)] == [None]
@@ -55,7 +55,9 @@ def test_keys_go_by_session() -> None:
     rows = [row for name in ("a", "b") for row in agent_loop.build_outputs(split(name))]
     group = "run/step-1/t"
     assert list_trajectory_keys(rows) == [f"{group}_0_0", f"{group}_0_1", f"{group}_1_0", f"{group}_1_1"]
-    one = item(session(path(0, [1], [2]), path(1, [1, 2, 3], [4])), per_request, task_id=group)
+    one = make_session_item(
+        make_session_paths(make_path(0, [1], [2]), make_path(1, [1, 2, 3], [4])), per_request, task_id=group
+    )
     assert list_trajectory_keys(agent_loop.build_outputs(one)) == [f"{group}_0_0", f"{group}_0_1"]
 
 
@@ -169,13 +171,13 @@ def test_kl_in_the_reward_is_refused() -> None:
 
 
 def test_routing_of_experts() -> None:
-    call = path(0, [1, 2], [3])
+    call = make_path(0, [1, 2], [3])
     with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
-        agent_loop.build_outputs(item(session(call), task_id="t"), experts=True)
+        agent_loop.build_outputs(make_session_item(make_session_paths(call), task_id="t"), experts=True)
     call.experts = np.array([[[5, 6]], [[7, 8]]], np.uint8)
-    (told,) = agent_loop.build_outputs(item(session(call), task_id="t"), experts=True)
+    (told,) = agent_loop.build_outputs(make_session_item(make_session_paths(call), task_id="t"), experts=True)
     assert told["routed_experts"].tolist() == [[[5, 6]], [[7, 8]]]
-    assert "routed_experts" not in agent_loop.build_outputs(item(session(call), task_id="t"))[0]
+    assert "routed_experts" not in agent_loop.build_outputs(make_session_item(make_session_paths(call), task_id="t"))[0]
 
 
 def test_weights_are_proved() -> None:
@@ -188,8 +190,11 @@ def test_weights_are_proved() -> None:
 
 def batch_of(monkeypatch: pytest.MonkeyPatch, *scales: float | None) -> Any:
     """As verl's trainer has one: rows in its queue, and one that fills up."""
-    calls = [path(seq, [1, 2 + seq], [3], scale=scale) for seq, scale in enumerate(scales)]
-    told = [one["extra_fields"] for one in agent_loop.build_outputs(item(session(*calls), task_id="t"))]
+    calls = [make_path(seq, [1, 2 + seq], [3], scale=scale) for seq, scale in enumerate(scales)]
+    told = [
+        one["extra_fields"]
+        for one in agent_loop.build_outputs(make_session_item(make_session_paths(*calls), task_id="t"))
+    ]
     given = {"kv_batch_get": lambda keys, **_: {"extra_fields": [told[int(key)] for key in keys]}}
     pretend(monkeypatch, {"transfer_queue": given})
     tags: list[dict[str, bool]] = [*({} for _ in told), {"is_padding": True}]

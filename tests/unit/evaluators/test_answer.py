@@ -12,7 +12,7 @@ from polar.testing.grading import WorkFactory
 
 
 async def reward(place: WorkFactory, answer: str, **config: Any) -> float | None:
-    work = await place.work()
+    work = await place.create_work()
     work.answer = answer
     return (await Answer(config).evaluate(work)).reward
 
@@ -105,7 +105,7 @@ async def test_a_text_made_to_stop_the_search_earns_nothing(
     ],
 )
 async def test_an_answer_in_a_file(place: WorkFactory, agent: str, right: float) -> None:
-    work = await place.work(agent)
+    work = await place.create_work(agent)
     work.answer = "Paris"
     verdict = await Answer({"expected": "paris", "file": "out/answer"}).evaluate(work)
     assert (verdict.reward, verdict.reason) == (right, None)

@@ -17,7 +17,7 @@ PROVEN = {
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 async def test_honest_work_is_paid_and_no_cheat_is(place: WorkFactory, case: Case) -> None:
-    work = await place.work(case.script, files=case.files, runtime=case.runtime, evaluator=case.evaluator)
+    work = await place.create_work(case.script, files=case.files, runtime=case.runtime, evaluator=case.evaluator)
     assert work.task.evaluator is not None
     verdict = await load_evaluator(work.task.evaluator).evaluate(work)
     assert (verdict.reward, verdict.reason) == (float(case.honest), None)

@@ -47,7 +47,7 @@ async def reward(place: WorkFactory, name: str, agent: str) -> float | None:
     (task,) = read([EXAMPLES / "tasks" / f"{name}.toml"], backend="local")
     assert task.evaluator is not None
     prepare = [step.model_dump(mode="json") for step in task.runtime.prepare]
-    work = await place.work(agent, runtime={"prepare": prepare})
+    work = await place.create_work(agent, runtime={"prepare": prepare})
     return (await load("evaluators", task.evaluator.strategy)(task.evaluator.config).evaluate(work)).reward
 
 

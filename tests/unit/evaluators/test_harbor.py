@@ -33,7 +33,7 @@ def tests(tmp_path: Path) -> Path:
 
 
 async def worked(place: WorkFactory, agent: str, **runtime: Any) -> AgentWork:
-    return await place.work(agent, runtime={"workdir": "/app", **runtime})
+    return await place.create_work(agent, runtime={"workdir": "/app", **runtime})
 
 
 async def judged(place: WorkFactory, tests: Path, agent: str, **config: Any) -> Verdict:
@@ -167,7 +167,7 @@ async def test_tests_that_end_without_a_reward_by_nature_excuse_nobody(
 
 @pytest.mark.runtimes
 async def test_a_live_runtime(sandbox: WorkFactory, tests: Path) -> None:
-    work = await sandbox.work(SOLVED, runtime={"workdir": "/app"}, evaluator={"refresh_runtime": False})
+    work = await sandbox.create_work(SOLVED, runtime={"workdir": "/app"}, evaluator={"refresh_runtime": False})
     verdict = await Harbor({"tests": str(tests)}).evaluate(work)
     assert (verdict.reward, verdict.detail["live"]) == (1.0, True)
 

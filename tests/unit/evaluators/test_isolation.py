@@ -75,7 +75,7 @@ async def grade(
 ) -> Graded:
     """`code` is what the agent made of calc.py."""
     written = {**files, "calc.py": code}
-    work = await place.work(files=written, runtime=runtime, evaluator={"refresh_runtime": False})
+    work = await place.create_work(files=written, runtime=runtime, evaluator={"refresh_runtime": False})
     named, default = (UNITTEST_NAMES, UNITTEST_COMMAND) if files is UNITTEST else (NAMES, COMMAND)
     plan = signed_run.require_command(f"{python} {command or default}", "command")
     isolation = Isolation() if isolate else None
@@ -285,7 +285,7 @@ async def test_isolate_is_a_setting_of_tests(
         "env": {"PYTHONPATH": ".", **plugins},
         "isolate": True,
     }
-    work = await place.work(f"cat > calc.py <<'END'\n{code}\nEND", files=FILES)
+    work = await place.create_work(f"cat > calc.py <<'END'\n{code}\nEND", files=FILES)
     verdict = await evaluator.ProjectTests(config).evaluate(work)
     assert verdict.reward == reward, verdict
 

@@ -37,7 +37,7 @@ FIX = "sed -i 's/a - b/a + b/' calc.py"
 
 
 async def judged(place: WorkFactory, agent: str, files: dict[str, str] | None = None, **config: Any) -> Verdict:
-    work = await place.work(agent, files={**FILES, **(files or {})})
+    work = await place.create_work(agent, files={**FILES, **(files or {})})
     return await evaluator.ProjectTests({"command": PYTEST, **NAMED, **config}).evaluate(work)
 
 
@@ -95,13 +95,13 @@ async def test_endless_loops_are_the_agents_own(place: WorkFactory) -> None:
 
 async def test_the_graders_files_are_put_over(place: WorkFactory) -> None:
     hidden = {"type": "upload_file", "target": "tests/test_calc.py", "content": "def test_add():\n    assert False\n"}
-    work = await place.work(FIX, files=FILES)
+    work = await place.create_work(FIX, files=FILES)
     config = {"command": PYTEST, "must_pass": [ADD], "files": [hidden]}
     assert (await evaluator.ProjectTests(config).evaluate(work)).reward == 0.0
 
 
 async def test_a_workspace_that_was_too_large_to_keep(place: WorkFactory) -> None:
-    work = await place.work(FIX + "; rm pytest.ini", files=FILES)
+    work = await place.create_work(FIX + "; rm pytest.ini", files=FILES)
     work.initial_workspace = None
     verdict = await evaluator.ProjectTests({"command": PYTEST, **NAMED}).evaluate(work)
     assert (verdict.reward, verdict.detail["dropped"]) == (1.0, ["pytest.ini"])
@@ -109,7 +109,7 @@ async def test_a_workspace_that_was_too_large_to_keep(place: WorkFactory) -> Non
 
 async def test_a_workspace_that_was_too_large_to_take_is_not_the_agents_doing(place: WorkFactory) -> None:
     fill = {"type": "exec", "command": "head -c 2000000 /dev/zero > large"}
-    work = await place.work("", files=FILES, runtime={"prepare": [fill]})
+    work = await place.create_work("", files=FILES, runtime={"prepare": [fill]})
     work.initial_workspace = None
     with pytest.raises(GraderError, match="max_mb"):
         await evaluator.ProjectTests({"command": PYTEST, **NAMED, "max_mb": 1}).evaluate(work)
@@ -129,7 +129,7 @@ async def test_no_pytest_is_no_reward(place: WorkFactory) -> None:
 
 
 async def test_a_live_runtime_gets_its_tests_back(place: WorkFactory) -> None:
-    work = await place.work(
+    work = await place.create_work(
         f"{FIX}; echo > tests/test_calc.py; echo 'import os; os._exit(0)' > conftest.py",
         files=FILES,
         evaluator={"refresh_runtime": False},
@@ -251,7 +251,7 @@ NAIVE = ("rewritten_test", "linked_test", "conftest", "plugin_by_ini", "exit_at_
 @pytest.mark.parametrize("name", leave_to_slow(NAIVE, but=["linked_test"]))
 async def test_they_would_elsewhere(place: WorkFactory, name: str) -> None:
     """In the agent's own folder, by pytest's exit code."""
-    work = await place.work(CHEATS[name], files=FILES, evaluator={"refresh_runtime": False})
+    work = await place.create_work(CHEATS[name], files=FILES, evaluator={"refresh_runtime": False})
     done = await work.agent_runtime.run([sys.executable, "-m", "pytest", "-q"], output=work.logs / "naive.log")
     assert done.exit_code == 0, (work.logs / "naive.log").read_text()
 
@@ -300,7 +300,7 @@ async def test_a_command_that_writes_no_results_for_unfinished_work(place: WorkF
     "left", leave_to_slow(["touch a", "ln -s a a", "mkdir a; ln -s b a/b", "mkdir a; touch a/b"], but=["ln -s a a"])
 )
 async def test_a_workspace_that_is_gone_after_the_command(place: WorkFactory, left: str) -> None:
-    work = await place.work("touch gone", files=FILES, runtime={"workdir": "/a/b"})
+    work = await place.create_work("touch gone", files=FILES, runtime={"workdir": "/a/b"})
     command = f"if [ -e gone ]; then cd ../..; rm -r a; {left}; exit; fi; {JUNIT['command']}"
     verdict = await evaluator.ProjectTests({**JUNIT, **NAMED, "command": command}).evaluate(work)
     assert verdict.reward == 0.0
@@ -328,7 +328,7 @@ async def test_an_interpreter_of_the_workspace_is_not_told_the_secret(
     steps = f"mkdir -p .venv/bin; ln -s PYTHON .venv/bin/python; ln -s python .venv/bin/python9; {prepare}"
     made = {"type": "exec", "command": steps.replace("PYTHON", sys.executable)}
     path = {"PATH": ".venv/bin:/usr/bin:/bin"}
-    work = await place.work(FIX, files=FILES, runtime={"prepare": [made], "env": path})
+    work = await place.create_work(FIX, files=FILES, runtime={"prepare": [made], "env": path})
     fresh = await work.create_fresh_runtime()
     plan = signed_run.RunnerCommand("pytest", fresh.path(python) if python.startswith("/") else python, [])
     with pytest.raises(GraderError, match="outside of /workspace"):
@@ -338,7 +338,7 @@ async def test_an_interpreter_of_the_workspace_is_not_told_the_secret(
 async def test_an_interpreter_that_the_agent_puts_before_another(place: WorkFactory) -> None:
     path = {"PATH": f"bin:{Path(sys.executable).parent}:/usr/bin:/bin"}
     shim = "mkdir bin; printf '#!/bin/sh\\ntouch ../called\\n' > bin/python3; chmod +x bin/python3"
-    work = await place.work(f"{FIX}; {shim}", files=FILES, runtime={"env": path})
+    work = await place.create_work(f"{FIX}; {shim}", files=FILES, runtime={"env": path})
     verdict = await evaluator.ProjectTests(NAMED).evaluate(work)
     assert verdict.reward == 1.0, verdict
 
@@ -352,7 +352,7 @@ async def test_deletions_need_no_more_than_rm(place: WorkFactory, tmp_path: Path
     odd = {"type": "exec", "command": "touch \"$(printf 'odd\\377 \\047.txt')\" -- -f"}
     agent = f"{FIX}; rm -r old; rm -- odd* -f"
     files = {**FILES, **other, "test_old.py": ""}
-    work = await place.work(agent, files=files, runtime={"prepare": [odd], "env": {"PATH": str(programs)}})
+    work = await place.create_work(agent, files=files, runtime={"prepare": [odd], "env": {"PATH": str(programs)}})
     keeps = (
         "import pathlib\ndef test_add(): assert not [*pathlib.Path().glob('o*/*.py'), *pathlib.Path().glob('odd*')]\n"
     )
@@ -409,7 +409,7 @@ def with_pytest(tmp_path: Path) -> dict[str, Any]:
     ],
 )
 async def test_in_a_sandbox(sandbox: WorkFactory, with_pytest: dict[str, Any], agent: str, reward: float) -> None:
-    work = await sandbox.work(agent, files=FILES, runtime={**with_pytest, "memory_mb": 300})
+    work = await sandbox.create_work(agent, files=FILES, runtime={**with_pytest, "memory_mb": 300})
     verdict = await evaluator.ProjectTests({**NAMED, "timeout_seconds": 60}).evaluate(work)
     assert verdict.reward == reward, verdict
 

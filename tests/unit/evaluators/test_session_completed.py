@@ -17,7 +17,7 @@ from polar.testing.grading import WorkFactory
     ],
 )
 async def test_an_end_of_its_own_with_0_is_1(place: WorkFactory, outcome: Outcome, reward: float) -> None:
-    work = await place.work()
+    work = await place.create_work()
     work.outcome = outcome
     assert (await SessionCompleted({}).evaluate(work)).reward == reward
 

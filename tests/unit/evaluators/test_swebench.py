@@ -68,7 +68,7 @@ ROW: dict[str, Any] = {
 
 
 async def worked(place: WorkFactory, agent: str) -> AgentWork:
-    return await place.work(agent, files=FILES, runtime={"prepare": [GIT]})
+    return await place.create_work(agent, files=FILES, runtime={"prepare": [GIT]})
 
 
 async def judged(place: WorkFactory, agent: str, **row: Any) -> Verdict:
@@ -132,7 +132,7 @@ async def test_a_workspace_that_was_too_large_to_keep(place: WorkFactory) -> Non
 
 
 async def test_a_live_runtime_is_refused(place: WorkFactory) -> None:
-    work = await place.work(FIX, files=FILES, evaluator={"refresh_runtime": False})
+    work = await place.create_work(FIX, files=FILES, evaluator={"refresh_runtime": False})
     with pytest.raises(GraderError, match="refresh_runtime"):
         await SweBench(ROW).evaluate(work)
 

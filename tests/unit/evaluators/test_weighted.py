@@ -27,8 +27,8 @@ WRONG = {"strategy": "answer", "config": {"expected": "no"}}
 
 
 @pytest.fixture
-async def work(place: WorkFactory) -> AgentWork:
-    work = await place.work("touch made")
+async def create_work(place: WorkFactory) -> AgentWork:
+    work = await place.create_work("touch made")
     work.answer = "yes"
     return work
 
@@ -123,13 +123,13 @@ async def test_a_part_sees_nothing_of_what_another_leaves(sandbox: WorkFactory, 
     (tests / "test.sh").write_text("echo good > answer.txt; echo 1 > /logs/verifier/reward.txt\n")
     harbor = {"strategy": "harbor", "config": {"tests": str(tests)}}
     answer = {"strategy": "answer", "config": {"file": "answer.txt", "expected": "good"}}
-    work = await sandbox.work("echo bad > answer.txt")
+    work = await sandbox.create_work("echo bad > answer.txt")
     verdict = await Weighted({"parts": [harbor, answer, harbor]}).evaluate(work)
     assert [verdict.detail[name]["reward"] for name in ("harbor", "answer", "harbor 2")] == [1.0, 0.0, 1.0]
 
 
 async def test_a_link_found_by_several_parts_is_listed_once(place: WorkFactory) -> None:
-    work = await place.work("ln -s .grader/expected out")
+    work = await place.create_work("ln -s .grader/expected out")
     files = [{"type": "upload_file", "target": ".grader/expected", "content": "x"}]
     part = {"strategy": "command", "config": {"command": "cmp out .grader/expected", "files": files}}
     verdict = await Weighted({"parts": [RIGHT, part, {**part, "name": "again"}]}).evaluate(work)

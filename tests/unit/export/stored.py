@@ -7,17 +7,17 @@ import msgspec
 
 from polar.records.session import Session
 from polar.store.sqlite import open_sqlite_store
-from polar.testing.conversations import Talk, said
+from polar.testing.conversations import ConversationBuilder, make_text_parts
 
 START = 1_700_000_000.0
 USER = {"role": "user", "content": "List the files."}
 
 
-def talk(session_id: str) -> Talk:
+def talk(session_id: str) -> ConversationBuilder:
     """An agent's call, and a sub-agent's, which shares nothing with it."""
-    made = Talk(session_id)
-    made.call([USER], said("None."), role="main")
-    made.call([{"role": "user", "content": "You are a helper."}], said("Yes."), role="subagent")
+    made = ConversationBuilder(session_id)
+    made.add_call([USER], make_text_parts("None."), role="main")
+    made.add_call([{"role": "user", "content": "You are a helper."}], make_text_parts("Yes."), role="subagent")
     return made
 
 
@@ -31,7 +31,7 @@ async def fill(path: Path, sessions: list[Session]) -> None:
     try:
         for one in sessions:
             made = talk(one.session_id)
-            roles = {made.name(0): "main", made.name(1): "subagent"}
+            roles = {made.make_exchange_id(0): "main", made.make_exchange_id(1): "subagent"}
             await store.create_session(msgspec.structs.replace(one, metadata={"roles": roles} | one.metadata))
             for exchange in made.exchanges:
                 await store.append(exchange)

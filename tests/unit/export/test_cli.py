@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from polar.cli.export import command, parse_since
 from polar.errors import ConfigError
-from polar.plugins import names
+from polar.plugins import list_names
 from tests.unit.export.stored import fill, session
 
 FORMATS = (
@@ -56,7 +56,7 @@ def test_every_format_of_the_contract(data: Path, name: str) -> None:
 
 
 def test_they_are_all_there() -> None:
-    assert set(FORMATS) <= set(names("exporters"))
+    assert set(FORMATS) <= set(list_names("exporters"))
 
 
 def test_rows_on_stdout_and_the_rest_on_stderr(data: Path) -> None:

@@ -17,16 +17,16 @@ from polar.export.huggingface import HuggingFaceExporter
 from polar.export.preference import PreferenceExporter
 from polar.export.sft_tokens import IGNORE_INDEX, SftTokensExporter
 from polar.rendering.tokenizer import Tokenizer
-from polar.testing.conversations import Talk, exported, said
+from polar.testing.conversations import ConversationBuilder, export_items, make_text_parts
 from polar.types import Reasoning, Text, ToolCall
 from tests.unit.export import reading
 from tests.unit.export.stored import fill, session
 from tests.unit.export.test_messages import SYSTEM, USER, two_turns
 
 
-def answer(name: str, text: str, question: str = "List the files.") -> Talk:
-    made = Talk(name)
-    made.call([SYSTEM, {"role": "user", "content": question}], [Reasoning("Hm."), Text(text)])
+def answer(name: str, text: str, question: str = "List the files.") -> ConversationBuilder:
+    made = ConversationBuilder(name)
+    made.add_call([SYSTEM, {"role": "user", "content": question}], [Reasoning("Hm."), Text(text)])
     return made
 
 
@@ -35,10 +35,10 @@ def answer(name: str, text: str, question: str = "List the files.") -> Talk:
 
 def test_a_pair_is_a_better_and_a_worse_session_of_a_task() -> None:
     rewards = {"best": 1.0, "good": 0.7, "same": 0.7, "bad": 0.2, "worst": 0.0}
-    items = [answer(name, name.title()).item(reward, task_id="t") for name, reward in rewards.items()]
-    items += [answer("other", "Alone.").item(1.0, task_id="u")]
+    items = [answer(name, name.title()).build_item(reward, task_id="t") for name, reward in rewards.items()]
+    items += [answer("other", "Alone.").build_item(1.0, task_id="u")]
     exporter = PreferenceExporter()
-    rows = reading.lines(exported(exporter, items))
+    rows = reading.lines(export_items(exporter, items))
     pairs = [(row["metadata"]["chosen_session_id"], row["metadata"]["rejected_session_id"]) for row in rows]
     assert pairs == [("best", "worst"), ("good", "bad")]
     assert exporter.left_out == {"session with none of another reward to be paired with": 2}
@@ -52,7 +52,9 @@ def test_a_pair_is_a_better_and_a_worse_session_of_a_task() -> None:
 def test_a_pair_holds_whole_conversations_with_results_of_tools() -> None:
     long = two_turns()
     short = answer("short", "I don't know.")
-    rows = reading.lines(exported(PreferenceExporter(), [long.item(1.0, task_id="t"), short.item(0.0, task_id="t")]))
+    rows = reading.lines(
+        export_items(PreferenceExporter(), [long.build_item(1.0, task_id="t"), short.build_item(0.0, task_id="t")])
+    )
     assert [message["role"] for message in rows[0]["chosen"]] == ["assistant", "tool", "assistant"]
     assert [message["role"] for message in rows[0]["rejected"]] == ["assistant"]
 
@@ -60,19 +62,19 @@ def test_a_pair_holds_whole_conversations_with_results_of_tools() -> None:
 def test_sessions_that_began_otherwise_are_no_pair() -> None:
     exporter = PreferenceExporter()
     items = [
-        answer("a", "Yes.").item(1.0, task_id="t"),
-        answer("b", "No.", "Another question?").item(0.0, task_id="t"),
+        answer("a", "Yes.").build_item(1.0, task_id="t"),
+        answer("b", "No.", "Another question?").build_item(0.0, task_id="t"),
     ]
-    assert exported(exporter, items) == b""
+    assert export_items(exporter, items) == b""
     assert exporter.left_out.total() == 2
 
 
 def test_a_session_of_several_conversations_is_no_side_of_a_pair() -> None:
-    anew = Talk("anew")
-    anew.call([USER], said("One."))
-    anew.call([{"role": "user", "content": "Here is what you did so far."}], said("Two."))
+    anew = ConversationBuilder("anew")
+    anew.add_call([USER], make_text_parts("One."))
+    anew.add_call([{"role": "user", "content": "Here is what you did so far."}], make_text_parts("Two."))
     exporter = PreferenceExporter()
-    exported(exporter, [anew.item(1.0, task_id="t")])
+    export_items(exporter, [anew.build_item(1.0, task_id="t")])
     assert exporter.left_out == {"session of no conversation, or of several": 1}
 
 
@@ -80,9 +82,9 @@ def test_a_session_of_several_conversations_is_no_side_of_a_pair() -> None:
 
 
 def test_labels_are_the_recorded_tokens_that_train() -> None:
-    item = two_turns().item()
+    item = two_turns().build_item()
     exporter = SftTokensExporter()
-    rows = reading.lines(exported(exporter, [item]))
+    rows = reading.lines(export_items(exporter, [item]))
     assert len(rows) == len(item.trajectory.traces)
     for row, trace in zip(rows, item.trajectory.traces, strict=True):
         ids, labels = np.array(row["input_ids"]), np.array(row["labels"])
@@ -96,17 +98,17 @@ def test_labels_are_the_recorded_tokens_that_train() -> None:
 
 
 def test_without_recorded_tokens_it_says_what_to_do() -> None:
-    made = Talk()
-    made.call([USER], said("Yes."), prompt_ids=None, sampled_ids=None, logprobs=None, delivered=0)
+    made = ConversationBuilder()
+    made.add_call([USER], make_text_parts("Yes."), prompt_ids=None, sampled_ids=None, logprobs=None, delivered=0)
     exporter = SftTokensExporter()
-    assert exported(exporter, [made.item()]) == b""
+    assert export_items(exporter, [made.build_item()]) == b""
     assert exporter.left_out == {"session without recorded tokens (--tokenizer renders it)": 1}
-    rows = reading.lines(exported(SftTokensExporter(str(TOKENIZER_FOLDER)), [made.item()]))
+    rows = reading.lines(export_items(SftTokensExporter(str(TOKENIZER_FOLDER)), [made.build_item()]))
     assert [row["rendered"] for row in rows] == [True]
 
 
 def test_rendered_tokens_say_what_the_session_said() -> None:
-    rows = reading.lines(exported(SftTokensExporter(str(TOKENIZER_FOLDER)), [two_turns().item()]))
+    rows = reading.lines(export_items(SftTokensExporter(str(TOKENIZER_FOLDER)), [two_turns().build_item()]))
     tokenizer = Tokenizer.load(TOKENIZER_FOLDER)
     learnt = "".join(
         tokenizer.decode([label for label in row["labels"] if label != IGNORE_INDEX]) for row in rows if row["rendered"]
@@ -123,12 +125,16 @@ def test_rendered_tokens_say_what_the_session_said() -> None:
 
 def test_a_folder_has_rows_of_fixed_types(tmp_path: Path) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    seen = Talk("seen")
-    seen.call([{"role": "user", "content": [picture]}], said("A cat."))
-    pieces = Talk("pieces")
-    pieces.call([{"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}], said("Yes."))
+    seen = ConversationBuilder("seen")
+    seen.add_call([{"role": "user", "content": [picture]}], make_text_parts("A cat."))
+    pieces = ConversationBuilder("pieces")
+    pieces.add_call(
+        [{"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}], make_text_parts("Yes.")
+    )
     exporter = HuggingFaceExporter()
-    (tmp_path / "rows").write_bytes(exported(exporter, [two_turns().item(), seen.item(), pieces.item()]))
+    (tmp_path / "rows").write_bytes(
+        export_items(exporter, [two_turns().build_item(), seen.build_item(), pieces.build_item()])
+    )
     row, joined = pq.read_table(tmp_path / "rows").to_pylist()
     assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
     assert row["messages"][2]["tool_calls"][0]["function"] == {"name": "bash", "arguments": '{"command": "ls"}'}
@@ -195,7 +201,7 @@ def test_the_best_of_a_task_and_of_equal_ones_the_first_sample(data: Path) -> No
 
 
 def test_the_next_best_takes_the_place_of_one_that_is_left_out(tmp_path: Path) -> None:
-    nothing_trains = {Talk("untrained").name(turn): "auxiliary" for turn in range(2)}
+    nothing_trains = {ConversationBuilder("untrained").make_exchange_id(turn): "auxiliary" for turn in range(2)}
     made = [
         session("untrained", 0, reward=1.0, metadata={"task_id": "t", "sample": 0, "roles": nothing_trains}),
         session("good", 1, reward=0.75, metadata={"task_id": "t", "sample": 1}),
@@ -217,15 +223,15 @@ def test_of_sessions_that_say_the_same_one(data: Path) -> None:
 def test_what_differs_in_anything_said_is_not_the_same(tmp_path: Path) -> None:
     from polar.export.messages import digest_conversations
 
-    def calling(name: str, arguments: str, thought: str = "Hm.") -> Talk:
-        made = Talk(name)
-        made.call([USER], [Reasoning(thought), ToolCall(f"{made.name(0)}_0", "bash", arguments)])
+    def calling(name: str, arguments: str, thought: str = "Hm.") -> ConversationBuilder:
+        made = ConversationBuilder(name)
+        made.add_call([USER], [Reasoning(thought), ToolCall(f"{made.make_exchange_id(0)}_0", "bash", arguments)])
         return made
 
-    one = digest_conversations(calling("a", "{}").item())
-    assert digest_conversations(calling("b", "{}").item()) == one
-    assert digest_conversations(calling("b", '{"a": 1}').item()) != one
-    assert digest_conversations(calling("b", "{}", "Oh.").item()) != one
+    one = digest_conversations(calling("a", "{}").build_item())
+    assert digest_conversations(calling("b", "{}").build_item()) == one
+    assert digest_conversations(calling("b", '{"a": 1}').build_item()) != one
+    assert digest_conversations(calling("b", "{}", "Oh.").build_item()) != one
 
 
 def test_a_tokenizer_is_for_formats_that_render(data: Path) -> None:

@@ -15,7 +15,7 @@ from polar.export.sft import SftExporter
 from polar.export.skyrl import SkyRlExporter
 from polar.export.slime import SlimeExporter
 from polar.export.tree import TreeExporter
-from polar.testing.conversations import Talk, said
+from polar.testing.conversations import ConversationBuilder, make_text_parts
 
 MEGABYTE = 1024 * 1024
 
@@ -23,9 +23,9 @@ MEGABYTE = 1024 * 1024
 def sessions(count: int) -> Iterator[SessionItem]:
     """Each is new, and of some 2 KB."""
     for index in range(count):
-        talk = Talk(f"s{index}")
-        talk.call([{"role": "user", "content": "word " * 40}], said("Yes."))
-        yield talk.item(task_id=f"t{index // 4}")
+        talk = ConversationBuilder(f"s{index}")
+        talk.add_call([{"role": "user", "content": "word " * 40}], make_text_parts("Yes."))
+        yield talk.build_item(task_id=f"t{index // 4}")
 
 
 def peak(make: Callable[[], Exporter], count: int) -> int:

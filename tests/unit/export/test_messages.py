@@ -10,7 +10,7 @@ from polar.export.atif import AtifExporter
 from polar.export.nemo_gym import NemoGymExporter
 from polar.export.polar import PolarExporter
 from polar.export.sft import SftExporter
-from polar.testing.conversations import Talk, exported, said
+from polar.testing.conversations import ConversationBuilder, export_items, make_text_parts
 from polar.types import Reasoning, Text, ToolCall
 from tests.unit.export import reading, schemas
 
@@ -18,29 +18,32 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "List the files."}
 
 
-def two_turns() -> Talk:
+def two_turns() -> ConversationBuilder:
     """A call of a tool, its result, an answer; and a title on the side."""
-    talk = Talk()
-    first = talk.call(
-        [SYSTEM, USER], [Reasoning("They want files."), ToolCall(f"{talk.name(0)}_0", "bash", '{"command": "ls"}')]
+    talk = ConversationBuilder()
+    first = talk.add_call(
+        [SYSTEM, USER],
+        [Reasoning("They want files."), ToolCall(f"{talk.make_exchange_id(0)}_0", "bash", '{"command": "ls"}')],
     )
     call = {"id": f"call_{first}_0", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
-    talk.call([{"role": "user", "content": "A title for: List the files."}], said("Files"), role="auxiliary")
-    talk.call(
+    talk.add_call(
+        [{"role": "user", "content": "A title for: List the files."}], make_text_parts("Files"), role="auxiliary"
+    )
+    talk.add_call(
         [
             SYSTEM,
             USER,
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": f"call_{first}_0", "content": "a.txt"},
         ],
-        said("There is a.txt."),
+        make_text_parts("There is a.txt."),
         parent=first,
     )
     return talk
 
 
 def test_sft_is_the_whole_conversation() -> None:
-    rows = reading.lines(exported(SftExporter(), [two_turns().item()]))
+    rows = reading.lines(export_items(SftExporter(), [two_turns().build_item()]))
     assert len(rows) == 1  # the title is nothing to learn
     messages = rows[0]["messages"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
@@ -50,64 +53,66 @@ def test_sft_is_the_whole_conversation() -> None:
 
 
 def test_sft_begins_anew_at_a_fork() -> None:
-    talk = Talk()
-    first = talk.call([USER], said("One."))
+    talk = ConversationBuilder()
+    first = talk.add_call([USER], make_text_parts("One."))
     history = [USER, {"role": "assistant", "content": "One."}]
-    talk.call([*history, {"role": "user", "content": "Left?"}], said("Left."), parent=first)
-    talk.call([*history, {"role": "user", "content": "Right?"}], said("Right."), parent=first)
-    rows = reading.lines(exported(SftExporter(), [talk.item()]))
+    talk.add_call([*history, {"role": "user", "content": "Left?"}], make_text_parts("Left."), parent=first)
+    talk.add_call([*history, {"role": "user", "content": "Right?"}], make_text_parts("Right."), parent=first)
+    rows = reading.lines(export_items(SftExporter(), [talk.build_item()]))
     assert [row["messages"][-1]["content"] for row in rows] == ["Left.", "Right."]
 
 
 def test_a_dead_attempt_does_not_split_a_conversation() -> None:
-    talk = Talk()
-    first = talk.call([USER], said("One."))
+    talk = ConversationBuilder()
+    first = talk.add_call([USER], make_text_parts("One."))
     history = [USER, {"role": "assistant", "content": "One."}, {"role": "user", "content": "More?"}]
-    talk.call(history, said("Tw"), parent=first, status="partial", delivered=0, role="retry")
-    talk.call(history, said("Two."), parent=first)
-    rows = reading.lines(exported(SftExporter(), [talk.item()]))
+    talk.add_call(history, make_text_parts("Tw"), parent=first, status="partial", delivered=0, role="retry")
+    talk.add_call(history, make_text_parts("Two."), parent=first)
+    rows = reading.lines(export_items(SftExporter(), [talk.build_item()]))
     assert [row["messages"][-1]["content"] for row in rows] == ["Two."]
 
 
 def test_sft_reads_other_dialects() -> None:
-    talk = Talk(dialect="anthropic")
+    talk = ConversationBuilder(dialect="anthropic")
     fields = {"model": b'"m"', "max_tokens": b"10", "system": b'"Be brief."'}
-    talk.call([USER], [Reasoning("Hm."), Text("No.")], fields=fields)
-    messages = reading.lines(exported(SftExporter(), [talk.item()]))[0]["messages"]
+    talk.add_call([USER], [Reasoning("Hm."), Text("No.")], fields=fields)
+    messages = reading.lines(export_items(SftExporter(), [talk.build_item()]))[0]["messages"]
     assert messages[0]["role"] == "system"
     assert messages[-1] == {"role": "assistant", "content": "No.", "reasoning_content": "Hm."}
 
 
 def test_sft_needs_no_tokens() -> None:
     """Engines that speak only text still give something to imitate."""
-    talk = Talk()
-    talk.call([USER], said("None."), prompt_ids=None, sampled_ids=None, logprobs=None, untrainable="no_token_ids")
-    assert reading.lines(exported(SftExporter(), [talk.item()]))[0]["messages"][-1]["content"] == "None."
+    talk = ConversationBuilder()
+    talk.add_call(
+        [USER], make_text_parts("None."), prompt_ids=None, sampled_ids=None, logprobs=None, untrainable="no_token_ids"
+    )
+    assert reading.lines(export_items(SftExporter(), [talk.build_item()]))[0]["messages"][-1]["content"] == "None."
     assert atif(talk).steps[-1].metrics is not None
 
 
 def test_sft_of_the_roles_that_are_asked_for() -> None:
-    item = two_turns().item()
+    item = two_turns().build_item()
     item.roles = frozenset(("auxiliary",))
-    rows = reading.lines(exported(SftExporter(), [item]))
+    rows = reading.lines(export_items(SftExporter(), [item]))
     assert [row["messages"][-1]["content"] for row in rows] == ["Files"]
 
 
 def test_a_bare_prompt_is_counted_not_lost() -> None:
-    talk = Talk(dialect="openai_completions")
-    talk.call([], said("b"), fields={"model": b'"m"', "prompt": b'"a"'})
+    talk = ConversationBuilder(dialect="openai_completions")
+    talk.add_call([], make_text_parts("b"), fields={"model": b'"m"', "prompt": b'"a"'})
     exporter = SftExporter()
-    assert exported(exporter, [talk.item()]) == b""
+    assert export_items(exporter, [talk.build_item()]) == b""
     assert dict(exporter.left_out) == {"call of the completions API": 1}
-    trace = reading.lines(exported(PolarExporter(), [talk.item()]))[0]["trajectory"]["traces"][0]
+    trace = reading.lines(export_items(PolarExporter(), [talk.build_item()]))[0]["trajectory"]["traces"][0]
     assert trace["prompt_messages"] == []
 
 
 def test_polar_splits_messages_where_the_trace_does() -> None:
-    talk = Talk()
-    talk.call([USER], said("One."))
-    talk.call([SYSTEM, USER], said("Two."))
-    result = reading.lines(exported(PolarExporter(), [talk.item(task_id="t")]))[0]
+    talk = ConversationBuilder()
+    talk.add_call([USER], make_text_parts("One."))
+    talk.add_call([SYSTEM, USER], make_text_parts("Two."))
+    result = reading.lines(export_items(PolarExporter(), [talk.build_item(task_id="t")]))[0]
     one, two = result["trajectory"]["traces"]
     assert one["prompt_messages"] == [USER]
     assert one["response_messages"] == [{"role": "assistant", "content": "One."}]
@@ -119,14 +124,14 @@ def test_polar_splits_messages_where_the_trace_does() -> None:
 
 @pytest.mark.parametrize(("reason", "status"), [("timeout", "TIMEOUT"), ("grader_crashed", "ERROR")])
 def test_polar_says_why_there_is_no_reward(reason: str, status: str) -> None:
-    result = reading.lines(exported(PolarExporter(), [two_turns().item(None, reason)]))[0]
+    result = reading.lines(export_items(PolarExporter(), [two_turns().build_item(None, reason)]))[0]
     assert (result["status"], result["error"]) == (status, reason)
     assert result["trajectory"]["metadata"]["reason"] == reason
     schemas.check("polar", msgspec.json.encode(result))
 
 
 def test_nemo_gym_items_say_what_was_said() -> None:
-    row = reading.lines(exported(NemoGymExporter(), [two_turns().item()]))[0]
+    row = reading.lines(export_items(NemoGymExporter(), [two_turns().build_item()]))[0]
     kinds = [item["type"] for item in row["response"]["output"]]
     assert kinds == ["reasoning", "function_call"]
     assert row["response"]["output"][1]["generation_token_ids"] == [0, 1, 2]
@@ -174,8 +179,8 @@ class AtifTrajectory(Strict):
     subagent_trajectories: list["AtifTrajectory"] | None = None
 
 
-def atif(talk: Talk) -> AtifTrajectory:
-    lines = exported(AtifExporter(), [talk.item()]).splitlines()
+def atif(talk: ConversationBuilder) -> AtifTrajectory:
+    lines = export_items(AtifExporter(), [talk.build_item()]).splitlines()
     assert len(lines) == 1
     found = AtifTrajectory.model_validate_json(lines[0])
     for trajectory in (found, *(found.subagent_trajectories or ())):
@@ -222,18 +227,18 @@ def test_atif_keeps_token_ids_and_logprobs() -> None:
 
 def test_atif_puts_other_agents_inside() -> None:
     talk = two_turns()
-    talk.call([{"role": "user", "content": "You look for tests."}], said("None."), role="subagent")
+    talk.add_call([{"role": "user", "content": "You look for tests."}], make_text_parts("None."), role="subagent")
     found = atif(talk)
     assert found.subagent_trajectories is not None
     assert [one.agent["extra"]["role"] for one in found.subagent_trajectories] == ["subagent"]
 
 
 def test_atif_marks_what_a_fork_repeats() -> None:
-    talk = Talk()
-    first = talk.call([USER], said("One."))
+    talk = ConversationBuilder()
+    first = talk.add_call([USER], make_text_parts("One."))
     history = [USER, {"role": "assistant", "content": "One."}]
-    talk.call([*history, {"role": "user", "content": "Left?"}], said("Left."), parent=first)
-    talk.call([*history, {"role": "user", "content": "Right?"}], said("Right."), parent=first)
+    talk.add_call([*history, {"role": "user", "content": "Left?"}], make_text_parts("Left."), parent=first)
+    talk.add_call([*history, {"role": "user", "content": "Right?"}], make_text_parts("Right."), parent=first)
     found = atif(talk)
     assert [step.message for step in found.steps] == ["List the files.", "One.", "Left?", "Left."]
     assert found.subagent_trajectories is not None
@@ -247,10 +252,10 @@ def test_atif_marks_what_a_fork_repeats() -> None:
 
 
 def test_atif_of_pictures_and_odd_arguments() -> None:
-    talk = Talk()
+    talk = ConversationBuilder()
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
-    talk.call([{"role": "user", "content": [picture, sound]}], [ToolCall("c", "bash", "not json")])
+    talk.add_call([{"role": "user", "content": [picture, sound]}], [ToolCall("c", "bash", "not json")])
     shown, called = atif(talk).steps
     assert shown.message == [
         {"type": "image", "source": {"media_type": "image/png", "path": "data:image/png;base64,AAAA"}},
@@ -261,9 +266,9 @@ def test_atif_of_pictures_and_odd_arguments() -> None:
 
 
 def test_a_session_without_an_answer_is_counted() -> None:
-    talk = Talk()
-    talk.call([USER], [], status="failed", reply=None)
+    talk = ConversationBuilder()
+    talk.add_call([USER], [], status="failed", reply=None)
     for make in (AtifExporter, SftExporter):
         exporter = make()
-        assert exported(exporter, [talk.item()]) == b""
+        assert export_items(exporter, [talk.build_item()]) == b""
         assert exporter.left_out.total() == 1

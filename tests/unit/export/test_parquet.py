@@ -11,8 +11,8 @@ from polar.export import parquet
 from polar.export.base import SessionItem
 from polar.export.parquet import ParquetExporter, read
 from polar.records.trajectory import SessionPaths, Trajectory
-from polar.testing.conversations import exported, item
-from polar.testing.token_paths import path, sampled_sessions, session
+from polar.testing.conversations import export_items, make_session_item
+from polar.testing.token_paths import make_path, make_session_paths, sampled_sessions
 from polar.trajectory.builders import per_request, prefix_merging
 
 
@@ -39,7 +39,7 @@ def items(draw: st.DrawFn) -> list[SessionItem]:
     sessions = [draw(sampled_sessions(f"s{index}")) for index in range(draw(st.integers(0, 3)))]
     verdicts = st.sampled_from([(0.1, None), (None, "timeout"), (None, None)])
     made = [SessionPaths(one.session_id, one.paths, *draw(verdicts)) for one in sessions]
-    return [item(one, build, task_id=draw(st.sampled_from([None, "t"]))) for one in made]
+    return [make_session_item(one, build, task_id=draw(st.sampled_from([None, "t"]))) for one in made]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -48,7 +48,7 @@ def test_every_field_comes_back(tmp_path: Path, sessions: list[SessionItem], siz
     file = tmp_path / "sessions.parquet"
     limit, parquet._ROW_GROUP_BYTES = parquet._ROW_GROUP_BYTES, size  # a row group for each session, or one for all
     try:
-        file.write_bytes(exported(ParquetExporter(), sessions))
+        file.write_bytes(export_items(ParquetExporter(), sessions))
     finally:
         parquet._ROW_GROUP_BYTES = limit
     assert [fingerprint(one) for one in read(file)] == [fingerprint(one.trajectory) for one in sessions]
@@ -56,7 +56,9 @@ def test_every_field_comes_back(tmp_path: Path, sessions: list[SessionItem], siz
 
 def test_types_are_those_of_the_engine(tmp_path: Path) -> None:
     file = tmp_path / "sessions.parquet"
-    file.write_bytes(exported(ParquetExporter(), [item(session(path(0, [1, 2], [3])), task_id="t")]))
+    file.write_bytes(
+        export_items(ParquetExporter(), [make_session_item(make_session_paths(make_path(0, [1, 2], [3])), task_id="t")])
+    )
     table = pq.read_table(file)
     assert str(table.schema.field("logprobs").type.value_type) == "float"
     assert str(table.schema.field("prompt_ids").type.value_type) == "int32"
@@ -67,7 +69,9 @@ def test_types_are_those_of_the_engine(tmp_path: Path) -> None:
 def test_a_session_with_nothing_to_train_is_there(tmp_path: Path) -> None:
     file = tmp_path / "sessions.parquet"
     exporter = ParquetExporter()
-    file.write_bytes(exported(exporter, [item(session(path(0, [1], [2, 3], trainable=0)))]))
+    file.write_bytes(
+        export_items(exporter, [make_session_item(make_session_paths(make_path(0, [1], [2, 3], trainable=0)))])
+    )
     row = pq.read_table(file).to_pylist()[0]
     assert row["trace"] is None
     assert row["excluded"] == [{"exchange_id": "s-x0", "start": 0, "stop": 2, "reason": "undelivered"}]

@@ -22,8 +22,8 @@ from polar.records.session import Session
 from polar.records.trajectory import SessionPaths, Trajectory, TreeTrajectory
 from polar.store.relational import RelationalStore
 from polar.store.sqlite import open_sqlite_store
-from polar.testing.conversations import Talk, said
-from polar.testing.token_paths import path
+from polar.testing.conversations import ConversationBuilder, make_text_parts
+from polar.testing.token_paths import make_path
 from polar.trajectory.builders import prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
 from tests.unit.export.reading import lines
@@ -125,8 +125,8 @@ async def test_a_role_that_nobody_has_leaves_nothing_to_train(store: RelationalS
 
 async def test_pictures_that_stay_behind_are_counted(tmp_path: Path) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    talk = Talk("seen")
-    talk.call([{"role": "user", "content": [picture]}], said("A cat."))
+    talk = ConversationBuilder("seen")
+    talk.add_call([{"role": "user", "content": [picture]}], make_text_parts("A cat."))
     opened = open_sqlite_store(tmp_path / "polar.db")
     try:
         await opened.create_session(session("seen", 0, reward=1.0))
@@ -157,7 +157,7 @@ async def test_more_sessions_than_a_page(tmp_path: Path) -> None:
 
 def test_no_logprobs_where_a_format_needs_them() -> None:
     """A session is whole or not there: half of it would carry the weight of all."""
-    one = SessionPaths("s", [path(0, [1], [2]), path(1, [5], [6], logprobs=False)], 1.0)
+    one = SessionPaths("s", [make_path(0, [1], [2]), make_path(1, [5], [6], logprobs=False)], 1.0)
     tally = ExportTally()
     assert not has_trainable_traces(
         SessionItem(SESSIONS[0].summary, one, prefix_merging(one)), PrimeRlExporter.needs, tally
@@ -167,7 +167,11 @@ def test_no_logprobs_where_a_format_needs_them() -> None:
 
 def test_roles_are_taken_out_of_the_training_not_of_the_context() -> None:
     """A sub-agent's tokens that the main agent's prompt holds are still there, and excluded by name."""
-    paths = [path(0, [1], [2, 3], role="subagent"), path(1, [1, 2, 3, 4], [5]), path(2, [7], [8], role="auxiliary")]
+    paths = [
+        make_path(0, [1], [2, 3], role="subagent"),
+        make_path(1, [1, 2, 3, 4], [5]),
+        make_path(2, [7], [8], role="auxiliary"),
+    ]
     tally = ExportTally()
     kept = restrict_to_roles(SessionPaths("s", paths, 1.0), frozenset(("main",)), tally)
     built = prefix_merging(kept)

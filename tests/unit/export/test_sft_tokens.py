@@ -11,7 +11,7 @@ from polar.export.sft_tokens import replay_session
 from polar.records.trajectory import Trace
 from polar.rendering.continuation import TurnHistory
 from polar.rendering.model_codec import ModelCodec
-from polar.testing.conversations import Talk, said
+from polar.testing.conversations import ConversationBuilder, make_text_parts
 from polar.trajectory.builders import prefix_merging
 from polar.types import Message, Part, Reasoning, Request, Text, ToolCall
 from tests.unit.rendering.families.models import TOOLS
@@ -55,23 +55,24 @@ def test_a_turn_is_what_the_model_would_have_written(name: str, says: Says) -> N
     assert turn.tolist()[-1] == model.encoder.encode(written, first=False).tolist()[-1]
 
 
-def talk() -> Talk:
+def talk() -> ConversationBuilder:
     """Two calls, of which the second goes on from the first; and a side call."""
-    made = Talk()
-    first = made.call(
-        [SYSTEM, USER], [Reasoning("They want files."), ToolCall(f"{made.name(0)}_0", "bash", '{"command": "ls"}')]
+    made = ConversationBuilder()
+    first = made.add_call(
+        [SYSTEM, USER],
+        [Reasoning("They want files."), ToolCall(f"{made.make_exchange_id(0)}_0", "bash", '{"command": "ls"}')],
     )
     call = {"id": f"call_{first}_0", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
-    made.call([{"role": "user", "content": "A title?"}], said("Files"), role="auxiliary")
+    made.add_call([{"role": "user", "content": "A title?"}], make_text_parts("Files"), role="auxiliary")
     answered = {"role": "assistant", "content": None, "reasoning_content": "They want files.", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": f"call_{first}_0", "content": "a.txt"}
-    made.call([SYSTEM, USER, answered, result], said("There is a.txt."), parent=first)
+    made.add_call([SYSTEM, USER, answered, result], make_text_parts("There is a.txt."), parent=first)
     return made
 
 
-def traces(made: Talk, model: ModelCodec) -> tuple[list[Trace], Counter[str]]:
+def traces(made: ConversationBuilder, model: ModelCodec) -> tuple[list[Trace], Counter[str]]:
     left_out: Counter[str] = Counter()
-    return prefix_merging(replay_session(made.item(), model, left_out)).traces, +left_out
+    return prefix_merging(replay_session(made.build_item(), model, left_out)).traces, +left_out
 
 
 def learnt(trace: Trace, model: ModelCodec) -> str:
@@ -116,9 +117,9 @@ def test_what_was_cut_off_is_context_only() -> None:
 
 
 def test_pictures_are_counted_and_left_out() -> None:
-    made = Talk()
+    made = ConversationBuilder()
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    made.call([{"role": "user", "content": [picture]}], said("A cat."))
+    made.add_call([{"role": "user", "content": [picture]}], make_text_parts("A cat."))
     found, left_out = traces(made, model_of("scripted"))
     assert not found
     assert left_out == {"call with a picture": 1}

@@ -11,14 +11,14 @@ import pytest
 from polar.errors import ConfigError
 from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
 from polar.harnesses.base import HarnessSetup, SetupRequest, quote_toml_string, write_setup
-from polar.plugins import names
+from polar.plugins import list_names
 from polar.records.task import McpServer
-from polar.testing.harnesses import HOME, INSTRUCTION, KEY, REMOTE_SERVER, STDIO_SERVER, URL, parse_files
+from polar.testing.harnesses import HOME, INSTRUCTION, KEY, REMOTE_SERVER, STDIO_SERVER, URL, parse_config_files
 
 NEEDED: dict[str, dict[str, Any]] = {
     "shell": {"command": "agent {{INSTRUCTION}}"}
 }  # settings without which it can't run
-ALL = pytest.mark.parametrize("name", names("harnesses"))
+ALL = pytest.mark.parametrize("name", list_names("harnesses"))
 
 
 def wanted(name: str, servers: tuple[McpServer, ...] = (), model: str = "a-model", **settings: Any) -> SetupRequest:
@@ -48,7 +48,7 @@ def test_unknown_settings_are_refused(name: str) -> None:
         preset.build_command(INSTRUCTION, NEEDED.get(name, {}) | {"tempo": 1})
 
 
-@pytest.mark.parametrize("name", sorted({*names("harnesses")} - {"shell", "openhands"}))
+@pytest.mark.parametrize("name", sorted({*list_names("harnesses")} - {"shell", "openhands"}))
 def test_further_words_come_before_the_instruction(name: str) -> None:
     argv = load_harness(name).build_command("Go", {"args": ["--so", "much"]})
     assert argv[argv.index("--so") + 1] == "much"
@@ -64,7 +64,7 @@ def test_events_can_be_turned_off(name: str) -> None:
 
 
 def test_who_takes_mcp_servers() -> None:
-    without = {name for name in names("harnesses") if not load_harness(name).supports_mcp}
+    without = {name for name in list_names("harnesses") if not load_harness(name).supports_mcp}
     assert without == {"aider", "mini_swe_agent", "pi", "shell"}
 
 
@@ -130,10 +130,10 @@ def test_who_takes_mcp_servers() -> None:
     ids=lambda value: value if isinstance(value, str) and "/" not in value else "",
 )
 def test_mcp_servers(name: str, path: str, table: str, stdio: dict[str, Any], remote: dict[str, Any]) -> None:
-    written = parse_files(set_up(name, STDIO_SERVER, REMOTE_SERVER))[path][table]
+    written = parse_config_files(set_up(name, STDIO_SERVER, REMOTE_SERVER))[path][table]
     assert written["my tools"].items() >= stdio.items()
     assert written["remote"].items() >= remote.items()
-    assert not {"my tools", "remote"} & parse_files(set_up(name))[path].get(table, {}).keys()
+    assert not {"my tools", "remote"} & parse_config_files(set_up(name))[path].get(table, {}).keys()
 
 
 @pytest.mark.parametrize("name", ["codex", "goose"])

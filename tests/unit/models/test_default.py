@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from polar.errors import ConfigError
-from polar.models import DEFAULT_MODEL_NAME, ensure_default_model, models_folder
+from polar.models import DEFAULT_MODEL_NAME, ensure_default_model, get_models_folder
 from polar.models import default as making
 from polar.models.default import ModelProgress, SilentProgress
 
@@ -72,5 +72,5 @@ def test_what_a_killed_maker_left_is_removed(tmp_path: Path, made: list[bytes]) 
 
 
 def test_the_cache_is_the_users() -> None:
-    assert models_folder({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/polar/models")
-    assert models_folder({"XDG_CACHE_HOME": "relative"}) == Path("~/.cache/polar/models").expanduser().resolve()
+    assert get_models_folder({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/polar/models")
+    assert get_models_folder({"XDG_CACHE_HOME": "relative"}) == Path("~/.cache/polar/models").expanduser().resolve()

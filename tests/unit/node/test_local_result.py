@@ -13,14 +13,14 @@ from polar.node.task_plan import TaskPlan
 from polar.records.session import Session, Verdict
 from polar.records.task import TaskRequest
 from polar.store.sqlite import open_sqlite_store
-from polar.testing.conversations import Talk, said
+from polar.testing.conversations import ConversationBuilder, make_text_parts
 
 
 async def test_a_damaged_session_is_held_back(tmp_path: Path) -> None:
     store = open_sqlite_store(tmp_path / "polar.db")
     await store.create_session(Session("s", b"s", 1.0, metadata={"task_id": "t"}))
-    talk = Talk("s")
-    talk.call([{"role": "user", "content": "List the files."}], said("None."))
+    talk = ConversationBuilder("s")
+    talk.add_call([{"role": "user", "content": "List the files."}], make_text_parts("None."))
     await store.append(talk.exchanges[0])
     await store.end_session("s", ended_at=5.0, verdict=Verdict(1.0))
     rollout = LocalRollout(Settings(), tmp_path)

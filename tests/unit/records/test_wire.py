@@ -4,10 +4,12 @@ import pytest
 
 from polar.records import wire
 from polar.records.result import SessionResult
-from polar.testing.token_paths import path, session
+from polar.testing.token_paths import make_path, make_session_paths
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 
-SESSION = session(path(0, [1, 2], [3, 4], trainable=1), path(1, [1, 2, 3, 5], [6], reward=0.5, agent_id="a", scale=0.7))
+SESSION = make_session_paths(
+    make_path(0, [1, 2], [3, 4], trainable=1), make_path(1, [1, 2, 3, 5], [6], reward=0.5, agent_id="a", scale=0.7)
+)
 
 
 def test_a_trace_has_the_fields_that_trainers_read() -> None:
@@ -65,7 +67,7 @@ def test_messages_are_those_of_each_trace() -> None:
 
 
 def test_a_tree() -> None:
-    fork = session(path(0, [1, 2], [3]), path(1, [1, 2], [4], logprobs=False, scale=0.7))
+    fork = make_session_paths(make_path(0, [1, 2], [3]), make_path(1, [1, 2], [4], logprobs=False, scale=0.7))
     made = msgspec.json.decode(msgspec.json.encode(wire.tree_to_dict(prefix_tree([fork]))))
     assert made["nodes"] == [
         {"node": 0, "parent": None, "depth": 0, "ids": [1, 2]},
@@ -90,9 +92,11 @@ def test_a_tree() -> None:
 
 
 def test_log_probabilities_keep_their_bits() -> None:
-    one = path(0, [1], [2, 3, 4])
+    one = make_path(0, [1], [2, 3, 4])
     one.logprobs = np.array([-0.1, -1e-7, -12.345678], np.float32)
-    (trace,) = msgspec.json.decode(msgspec.json.encode(wire.trajectory_to_dict(per_request(session(one)))))["traces"]
+    (trace,) = msgspec.json.decode(msgspec.json.encode(wire.trajectory_to_dict(per_request(make_session_paths(one)))))[
+        "traces"
+    ]
     assert np.array_equal(np.array(trace["response_logprobs"], np.float32), one.logprobs)
 
 

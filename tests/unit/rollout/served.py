@@ -27,7 +27,7 @@ from polar.rollout.service import RolloutService
 from polar.store import open_store
 from polar.store.base import Store
 from polar.telemetry.service_metrics import VerifyMetrics
-from polar.testing.conversations import Talk, said
+from polar.testing.conversations import ConversationBuilder, make_text_parts
 from polar.trajectory.checker import SessionChecker
 
 ENGINE = "http://127.0.0.1:1"
@@ -62,13 +62,13 @@ class Served:
     ) -> str:
         """A session as a node leaves it: calls in the store, and its end told."""
         session_id = f"{name}-{lease.task_id}-{lease.sample}"
-        talk = Talk(session_id, dialect)
+        talk = ConversationBuilder(session_id, dialect)
         bare = dialect == "openai_completions"
         fields = {"model": b'"m"', "prompt": b'"List the files."'} if bare else None
         messages: list[dict[str, Any]] = [] if bare else [{"role": "user", "content": "List the files."}]
         context = np.arange(5, dtype=np.int32)
         for turn in range(turns):
-            talk.call(messages, said(f"None {turn}."), fields=fields, prompt_ids=context)
+            talk.add_call(messages, make_text_parts(f"None {turn}."), fields=fields, prompt_ids=context)
             context = np.concatenate([context, np.arange(3, dtype=np.int32) + 10 * turn, np.array([7], np.int32)])
             messages += [{"role": "assistant", "content": f"None {turn}."}, {"role": "user", "content": "Again."}]
         await self.store.create_session(

@@ -41,7 +41,7 @@ def commands(played: list[ScriptedTurn]) -> str:
 
 async def graded(place: WorkFactory, task: TaskRequest, commands: str, answer: str = "") -> Verdict:
     assert task.evaluator is not None
-    work = await place.work(
+    work = await place.create_work(
         commands, runtime=task.runtime.model_dump(), evaluator=task.evaluator.model_dump(), task_id=task.task_id
     )
     work.answer = answer

@@ -83,7 +83,7 @@ async def test_patches_earn_what_they_should(
     task = tasks[name]
     assert task.evaluator is not None
     for patch, reward in ((patches[name].right, 1.0), (patches[name].wrong, 0.0)):
-        work = await place.work(
+        work = await place.create_work(
             f"git apply - <<'END'\n{patch}END",
             runtime=task.runtime.model_dump(),
             evaluator=task.evaluator.model_dump(),

@@ -42,7 +42,7 @@ def tree(sessions: Sequence[SessionPaths]) -> dict[str, Any]:
 def group(sessions: Sequence[SessionPaths], builder: str = "prefix_tree", index: int = 0) -> RolloutGroup:
     data = feed(sessions, builder)
     return (
-        groups.group_from_tree(data, tree(sessions), index)
+        groups.build_group_from_tree(data, tree(sessions), index)
         if builder == "prefix_tree"
-        else groups.group_from_traces(data, index)
+        else groups.build_group_from_traces(data, index)
     )

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.records.trajectory import SessionPaths
-from polar.testing.token_paths import groups as sampled_groups
-from polar.testing.token_paths import path, session
+from polar.testing.token_paths import make_path, make_session_paths
+from polar.testing.token_paths import session_groups as sampled_groups
 from polar.train.batch import Batch, TrainingGroup, mark_stale_sessions, select_training_sessions
 from polar.train.groups import TokenColumns, prune_tree
 from polar.train.learner import UpdateLoss
-from polar.train.packing import pack_forest
-from polar.train.passes import SequentialModel, TreeModel
+from polar.train.packing import pack_trees
 from polar.train.settings import GrpoSettings
+from polar.train.tree_model import SequentialModel, TreeModel
 from tests.unit.train import tiny
 from tests.unit.train.documents import BUILDERS, group
 
@@ -37,12 +37,12 @@ def keyed(columns: TokenColumns) -> list[tuple[float, ...]]:
     return sorted(zip(*(getattr(columns, name).tolist() for name in columns.__struct_fields__), strict=True))
 
 
-def gradient(passes: Any, one: TrainingGroup) -> tuple[torch.Tensor, float]:
+def gradient(model: Any, one: TrainingGroup) -> tuple[torch.Tensor, float]:
     MODEL.zero_grad()
     batch = Batch.from_groups([one], "session")
     initial = torch.full((len(batch),), -2.0)
     update = UpdateLoss(batch, GRPO, torch.device("cpu"), None, initial)
-    passes.backward(batch.forest, update.loss)
+    model.backward(batch.packed, update.compute_loss)
     found = torch.cat([parameter.grad.flatten() for parameter in MODEL.parameters() if parameter.grad is not None])
     return found, update.total
 
@@ -70,10 +70,10 @@ def test_splitting_a_session_changes_nothing(sessions: list[SessionPaths], scale
 
 def pair(**changes: Any) -> list[SessionPaths]:
     """Two sessions that share a prompt; the second has two turns."""
-    first = session(path(0, [1, 2], [3, 4], session_id="a", scale=1.0), reward=1.0)
+    first = make_session_paths(make_path(0, [1, 2], [3, 4], session_id="a", scale=1.0), reward=1.0)
     calls = [
-        path(0, [1, 2], [3, 5], session_id="b", scale=1.0),
-        path(1, [1, 2, 3, 5, 6], [7], session_id="b", scale=1.0),
+        make_path(0, [1, 2], [3, 5], session_id="b", scale=1.0),
+        make_path(1, [1, 2, 3, 5, 6], [7], session_id="b", scale=1.0),
     ]
     return [first, SessionPaths("b", calls, **({"reward": 0.0} | changes))]
 
@@ -91,7 +91,9 @@ def test_weights_are_of_sessions(builder: str) -> None:
 
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_sessions_without_a_reward_are_not_trained(builder: str) -> None:
-    third = session(path(0, [1, 2], [9], session_id="c", scale=1.0), reward=None, reason="engine_failed")
+    third = make_session_paths(
+        make_path(0, [1, 2], [9], session_id="c", scale=1.0), reward=None, reason="engine_failed"
+    )
     found = select_training_sessions(group([*pair(), third], builder), GRPO)
     assert isinstance(found, TrainingGroup)
     assert found.sessions == ["a", "b"]
@@ -138,7 +140,7 @@ def test_what_nobody_knows_the_temperature_of_is_not_trained() -> None:
 def test_what_is_cut_off_is_not_needed(sessions: list[SessionPaths], data: st.DataObject) -> None:
     """Log-probabilities of what is left don't change, and every leaf is needed."""
     whole = group(scaled(sessions))
-    passes = TreeModel(MODEL)
+    model = TreeModel(MODEL)
     for part in whole.trees:
         kept = np.array(
             data.draw(st.lists(st.booleans(), min_size=len(part.tree.tokens), max_size=len(part.tree.tokens)))
@@ -147,7 +149,7 @@ def test_what_is_cut_off_is_not_needed(sessions: list[SessionPaths], data: st.Da
         if cut is None:
             assert not kept.any()
             continue
-        before, after = passes.logprobs(pack_forest([part.tree])), passes.logprobs(pack_forest([cut.tree]))
+        before, after = model.compute_logprobs(pack_trees([part.tree])), model.compute_logprobs(pack_trees([cut.tree]))
         torch.testing.assert_close(after, before[torch.from_numpy(kept)], rtol=1e-5, atol=1e-6)
         leaves = set(range(len(cut.tree.parents))) - set(cut.tree.parents.tolist())
         assert {int(cut.tree.starts[leaf + 1]) - 1 for leaf in leaves} <= set(cut.tree.tokens.tolist())

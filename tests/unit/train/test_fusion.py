@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polar.train import fusion
-from polar.train.passes import TreeModel
+from polar.train.tree_model import TreeModel
 from tests.unit.train import tiny
 
 pytestmark = [  # of PyTorch's own compiler
@@ -92,7 +92,7 @@ async def test_a_fused_feed_forward_part_keeps_two_products() -> None:
     kept: list[torch.Tensor] = []
 
     def compute() -> None:
-        with fusion.compiler_settings(), tiny.kept_in(kept):
+        with fusion.use_compiler_settings(), tiny.kept_in(kept):
             part(torch.randn(1, tokens, sizes.hidden_size, requires_grad=True))
 
     await asyncio.to_thread(compute)

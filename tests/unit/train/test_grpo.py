@@ -77,7 +77,7 @@ def test_importance_is_bounded_above_alone(old: float, behaviour: float, cap: fl
 def loss(logprob: float, old: float, coefficient: float) -> tuple[float, float]:
     """The loss of one token, and its gradient."""
     tensor = torch.tensor([logprob], requires_grad=True)
-    found = grpo.policy_loss(
+    found = grpo.compute_policy_loss(
         tensor, torch.tensor([old]), torch.tensor([1.0]), torch.tensor([coefficient]), clip_low=0.2, clip_high=0.28
     )
     (grad,) = torch.autograd.grad(found, tensor)

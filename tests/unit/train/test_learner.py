@@ -9,7 +9,7 @@ import transformers
 
 from polar.errors import ConfigError
 from polar.records.trajectory import SessionPaths
-from polar.testing.token_paths import path
+from polar.testing.token_paths import make_path
 from polar.train.batch import TrainingGroup, select_training_sessions
 from polar.train.checkpoint import export_model
 from polar.train.learner import Learner, LearnerStats
@@ -41,7 +41,7 @@ def batch(count: int = 2) -> list[TrainingGroup]:
     for index in range(count):
         sessions = []
         for number, reward in enumerate((1.0, 0.0, 0.0)):
-            calls = [path(0, [1, 2, index], [3 + number, 7], session_id=f"{index}-{number}", scale=1.0)]
+            calls = [make_path(0, [1, 2, index], [3 + number, 7], session_id=f"{index}-{number}", scale=1.0)]
             sessions.append(SessionPaths(f"{index}-{number}", calls, reward))
         one = select_training_sessions(group(sessions, index=index), GrpoSettings())
         assert isinstance(one, TrainingGroup)
@@ -92,7 +92,7 @@ def test_only_what_is_to_be_trained_changes(folder: Path) -> None:
     adapters = learner(folder, model={"lora": {"rank": 2, "targets": ["q_proj"]}})
     adapters.step(batch(), 1)
     assert changed(adapters, folder) == set()
-    assert all("lora" in name for name in adapters.weights())
+    assert all("lora" in name for name in adapters.get_trained_weights())
 
 
 def test_updates_and_rates_are_counted(folder: Path) -> None:

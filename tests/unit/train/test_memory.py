@@ -15,16 +15,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polar import torch_runtime
-from polar.train import memory, packing, passes
+from polar.train import memory, packing, tree_model
 from polar.train.learner import Learner, LearnerStats
-from polar.train.memory import OutOfMemory, OutOfMemoryRetrier
-from polar.train.packing import Chunker, Forest, MemoryBudget, choose_kept_chunks, pack_forest, split_into_chunks
-from polar.train.passes import TreeModel
+from polar.train.memory import OutOfMemoryError, OutOfMemoryRetrier
+from polar.train.packing import (
+    Chunker,
+    MemoryBudget,
+    PackedTrees,
+    choose_kept_activations,
+    pack_trees,
+    split_into_chunks,
+)
+from polar.train.tree_model import TreeModel
 from polar.weight_sync import merged_weights
 from tests.selection import leave_to_slow
 from tests.unit.train import tiny
 from tests.unit.train.test_learner import batch, learner
-from tests.unit.train.test_passes import gradients, llama
+from tests.unit.train.test_tree_model import gradients, llama
 from tests.unit.train.trees import group, group_tree
 
 
@@ -60,8 +67,8 @@ class Memory(TorchDispatchMode):
         self.used -= size
 
 
-def packed(kind: str = "think_stripped") -> Forest:
-    return pack_forest([group_tree(group(kind))[0]])
+def pack_kind(kind: str = "think_stripped") -> PackedTrees:
+    return pack_trees([group_tree(group(kind))[0]])
 
 
 def total(_: Tensor, logprobs: Tensor) -> Tensor:
@@ -95,21 +102,21 @@ def test_as_much_is_needed_as_is_reckoned_with(kept: int) -> None:
     torch.manual_seed(1)
     model = llama()
     over_trees = TreeModel(model, chunk_tokens=24, kept_tokens=kept)
-    need = over_trees.chunker.plan(packed(), training=True).need.bytes
+    need = over_trees.chunker.plan(pack_kind(), training=True).need.bytes
     with Memory() as device:
-        over_trees.backward(packed(), total)
+        over_trees.backward(pack_kind(), total)
     found = device.most - sum(it.numel() * it.element_size() for it in model.parameters())  # less their gradients
     assert 0.7 < found / need < 1.1
 
 
 def test_what_waits_leaves_less_to_be_kept() -> None:
     """The same budget, once without what keys and values take."""
-    forest = packed("linear")
+    packed = pack_kind("linear")
 
     def kept(**costs: float) -> int:
         budget = MemoryBudget(10**6, max_bytes=4000.0, activation_bytes=40.0, **costs)
-        chunks = split_into_chunks(forest, 24, budget)
-        need = choose_kept_chunks(chunks, budget)
+        chunks = split_into_chunks(packed, 24, budget)
+        need = choose_kept_activations(chunks, budget)
         assert need.bytes <= budget.max_bytes
         return need.kept_tokens
 
@@ -119,9 +126,9 @@ def test_what_waits_leaves_less_to_be_kept() -> None:
 def test_chunks_are_shorter_where_there_is_no_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MIN_CHUNK_TOKENS", 4)
     budget = MemoryBudget(10**6, max_bytes=1600.0, activation_bytes=40.0, kv_bytes=4.0)
-    small_chunks = split_into_chunks(packed("linear"), 64, budget)
+    small_chunks = split_into_chunks(pack_kind("linear"), 64, budget)
     assert 4 < max(map(len, small_chunks)) <= 32
-    assert choose_kept_chunks(small_chunks, budget).bytes <= budget.max_bytes
+    assert choose_kept_activations(small_chunks, budget).bytes <= budget.max_bytes
 
 
 # What ran out of memory
@@ -136,7 +143,7 @@ def changed(one: Learner, step: int = 1) -> tuple[LearnerStats, dict[str, Tensor
     told = one.step(batch(), step)
     state = one._optimizer.state_dict()["state"]
     moments = {f"{number} {name}": value for number, values in state.items() for name, value in values.items()}
-    return told, {name: value.clone() for name, value in (one.weights() | moments).items()}
+    return told, {name: value.clone() for name, value in (one.get_trained_weights() | moments).items()}
 
 
 @pytest.mark.parametrize("tries", leave_to_slow([2, 6], but=[2]))
@@ -178,9 +185,9 @@ def test_nothing_is_lost_wherever_memory_ends(
 
 @pytest.mark.parametrize("first", leave_to_slow(range(1, 5), but=[1]))
 def test_gradients_are_exact_wherever_memory_ends(first: int) -> None:
-    """Of a forest with many chunks, at every one of them: a quarter of them in each case."""
+    """Of packed trees with many chunks, at every one of them: a quarter of them in each case."""
     torch.manual_seed(1)
-    model, forest = llama(), packed("forked")
+    model, packed = llama(), pack_kind("forked")
 
     TreeModel(model)  # which tries it, once
 
@@ -189,9 +196,9 @@ def test_gradients_are_exact_wherever_memory_ends(first: int) -> None:
         model.zero_grad()
         retries.run(
             "It",
-            lambda: over_trees.backward(forest, total),
+            lambda: over_trees.backward(packed, total),
             discard=lambda: model.zero_grad(set_to_none=True),
-            keep_less=lambda: over_trees.keep_less(forest, training=True),
+            reduce_memory=lambda: over_trees.reduce_memory(packed, training=True),
             advice=str,
         )
         return gradients(model), retries.count
@@ -211,25 +218,25 @@ def test_a_real_end_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has less than all that is to be kept takes, and more than a step needs at least."""
     monkeypatch.setattr(packing, "MIN_CHUNK_TOKENS", 12)
     torch.manual_seed(1)
-    model, forest = llama(), packed("linear")
+    model, packed = llama(), pack_kind("linear")
     over_trees = TreeModel(model, chunk_tokens=48, kept_tokens=10**6)
     with Memory() as roomy:
-        over_trees.backward(forest, total)
+        over_trees.backward(packed, total)
     right = gradients(model)
     retries = OutOfMemoryRetrier(torch.device("cpu"))
     model.zero_grad()
     with Memory(limit=0.6 * roomy.most) as narrow:
         retries.run(
             "It",
-            lambda: over_trees.backward(forest, total),
+            lambda: over_trees.backward(packed, total),
             discard=lambda: model.zero_grad(set_to_none=True),
-            keep_less=lambda: over_trees.keep_less(forest, training=True),
+            reduce_memory=lambda: over_trees.reduce_memory(packed, training=True),
             advice=str,
         )
     assert retries.count == narrow.ended >= 1
     assert (gradients(model) - right).norm() / right.norm() < 1e-5
     with narrow:
-        over_trees.backward(forest, total)  # what follows is cut the same way at once
+        over_trees.backward(packed, total)  # what follows is cut the same way at once
     assert narrow.ended == retries.count
 
 
@@ -237,12 +244,12 @@ def test_what_never_fits_is_told_and_changes_nothing(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MIN_CHUNK_TOKENS", 2)
         one = learner(folder, optimizer={"chunk_tokens": 4, "kept_tokens": 12})
-        before = {name: tensor.clone() for name, tensor in one.weights().items()}
+        before = {name: tensor.clone() for name, tensor in one.get_trained_weights().items()}
         ending = Ending(patch, set(range(1, 1000)))
-        with pytest.raises(OutOfMemory, match=r"^Step 7 does not fit into memory.*Set model.lora = \{\}: "):
+        with pytest.raises(OutOfMemoryError, match=r"^Step 7 does not fit into memory.*Set model.lora = \{\}: "):
             one.step(batch(), 7)
         assert ending.moments <= 5  # tries are bounded
-    assert all(torch.equal(one.weights()[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(one.get_trained_weights()[name], tensor) for name, tensor in before.items())
     assert all(parameter.grad is None for parameter in one.model.parameters())
     one.step(batch(), 7)
 
@@ -255,7 +262,7 @@ def test_what_never_fits_is_told_and_changes_nothing(folder: Path) -> None:
     ],
 )
 def test_the_setting_that_helps_is_named(folder: Path, changes: dict[str, Any], advice: str) -> None:
-    assert learner(folder, model=changes)._memory_advice().startswith(advice)
+    assert learner(folder, model=changes)._suggest_memory_setting().startswith(advice)
 
 
 def test_other_errors_are_not_taken_for_it(folder: Path) -> None:
@@ -301,13 +308,13 @@ def test_no_chunk_outlives_its_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
     after: list[int] = []
     backward = TreeModel._backward
 
-    def watched(self: TreeModel, forest: Forest, one: passes._ChunkPass, *others: Any) -> None:
-        backward(self, forest, one, *others)
+    def watched(self: TreeModel, packed: PackedTrees, one: tree_model._ChunkPass, *others: Any) -> None:
+        backward(self, packed, one, *others)
         after.append(sum(it() is not None for it in alive))
         alive[:] = [weakref.ref(it) for it in one.keys.values()]
 
     monkeypatch.setattr(TreeModel, "_backward", watched)
-    TreeModel(llama(), chunk_tokens=24, kept_tokens=48).backward(packed(), total)
+    TreeModel(llama(), chunk_tokens=24, kept_tokens=48).backward(pack_kind(), total)
     assert len(after) > 5
     assert set(after) == {0}
     assert all(it() is None for it in alive)
@@ -325,12 +332,12 @@ def test_what_failed_is_freed_before_the_next_try() -> None:
         alive.append(weakref.ref(large))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def keep_less() -> str:
+    def reduce_memory() -> str:
         seen.append(sum(it() is not None for it in alive))
         return "less"
 
     found = OutOfMemoryRetrier(torch.device("cpu")).run(
-        "It", compute, discard=lambda: None, keep_less=keep_less, advice=str
+        "It", compute, discard=lambda: None, reduce_memory=reduce_memory, advice=str
     )
     assert (found, seen) == ("done", [0])
 
@@ -376,23 +383,25 @@ def test_a_checkpoint_of_another_device_has_its_optimizer_here(folder: Path) -> 
     state = copy.deepcopy(one.state_dict())
     for part in state["optimizer"]["param_groups"]:
         part["fused"] = True
-    other.restore(one.weights(), state)
+    other.restore(one.get_trained_weights(), state)
     assert [part["fused"] for part in other._optimizer.param_groups] == [None]
     one.step(batch(), 2)
     other.step(batch(), 2)
-    assert all(torch.equal(tensor, other.weights()[name]) for name, tensor in one.weights().items())
+    assert all(
+        torch.equal(tensor, other.get_trained_weights()[name]) for name, tensor in one.get_trained_weights().items()
+    )
 
 
 def test_less_is_kept_of_the_same_chunks_before_they_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MIN_CHUNK_TOKENS", 8)
-    cutter, forest = Chunker(32, MemoryBudget(10**6)), packed()
-    cuts = [cutter.plan(forest, training=True)]
-    while cutter.keep_less(forest, training=True) is not None:
-        cuts.append(cutter.plan(forest, training=True))
+    cutter, packed = Chunker(32, MemoryBudget(10**6)), pack_kind()
+    cuts = [cutter.plan(packed, training=True)]
+    while cutter.reduce_memory(packed, training=True) is not None:
+        cuts.append(cutter.plan(packed, training=True))
     assert len(cuts) <= 6
     edges = [[(chunk.start, chunk.stop) for chunk in one.chunks] for one in cuts]
     kept = [one.need.kept_tokens for one in cuts]
     assert edges[0] == edges[1]
     assert kept == sorted(kept, reverse=True)
     assert max(map(len, cuts[-1].chunks)) <= 8
-    assert cutter.plan(forest, training=False).need.kept_tokens == 0
+    assert cutter.plan(packed, training=False).need.kept_tokens == 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from polar.records.trajectory import ROOT
 from polar.train import packing
-from polar.train.packing import Forest, MemoryBudget, TokenTree, pack_forest, split_into_chunks
+from polar.train.packing import MemoryBudget, PackedTrees, TokenTree, pack_trees, split_into_chunks
 from tests.unit.train.trees import before, trees
 
 
@@ -26,7 +26,7 @@ def parting(request: pytest.FixtureRequest) -> Iterator[None]:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # it is the same for all examples
 @given(st.lists(trees(), max_size=3))
 def test_every_path_is_there_and_sees_itself_alone(given: list[TokenTree]) -> None:
-    packed = pack_forest(given)
+    packed = pack_trees(given)
     asked = [
         (tree, int(token), float(heat))
         for tree in given
@@ -50,7 +50,7 @@ def test_every_path_is_there_and_sees_itself_alone(given: list[TokenTree]) -> No
 
 @given(st.lists(trees(), max_size=3), st.integers(1, 40), st.integers(0, 60))
 def test_chunks_hold_all_tokens_once_and_know_their_context(given: list[TokenTree], most: int, budget: int) -> None:
-    packed = pack_forest(given)
+    packed = pack_trees(given)
     chunks = split_into_chunks(packed, most, MemoryBudget(budget))
     assert [token for chunk in chunks for token in range(chunk.start, chunk.stop)] == list(range(len(packed)))
     waiting = []
@@ -64,28 +64,28 @@ def test_chunks_hold_all_tokens_once_and_know_their_context(given: list[TokenTre
             for query in range(chunk.start, chunk.stop)
             for key in [*context, *range(chunk.start, chunk.stop)]
         )
-        assert chunk.is_plain == whole
-        assert chunk.fully_visible == sum(packed.subtree_ends[key] >= chunk.stop for key in context)
-        assert all(packed.subtree_ends[key] >= chunk.stop for key in context[: chunk.fully_visible])
+        assert chunk.needs_no_mask == whole
+        assert chunk.fully_visible_tokens == sum(packed.subtree_ends[key] >= chunk.stop for key in context)
+        assert all(packed.subtree_ends[key] >= chunk.stop for key in context[: chunk.fully_visible_tokens])
         waiting.append(chunk)
         kept = 0
         for one in reversed(waiting):
-            kept += len(one) if one.is_kept else 0
+            kept += len(one) if one.keeps_activations else 0
         assert kept <= budget
         waiting = [one for one in waiting if one.last_use > chunk.stop]
 
 
-def _drawn(lengths: list[int], parents: list[int]) -> Forest:
+def _drawn(lengths: list[int], parents: list[int]) -> PackedTrees:
     starts = np.cumsum([0, *lengths])
     nothing = np.empty(0, np.int64), np.empty(0, np.float32)
-    return pack_forest([TokenTree(np.zeros(starts[-1], np.int32), starts, np.array(parents, np.int32), *nothing)])
+    return pack_trees([TokenTree(np.zeros(starts[-1], np.int32), starts, np.array(parents, np.int32), *nothing)])
 
 
 def test_what_fits_is_kept() -> None:
     packed = _drawn([8, 16, 16], [ROOT, 0, 0])
 
     def kept(budget: int) -> list[tuple[int, bool]]:
-        return [(chunk.start, chunk.is_kept) for chunk in split_into_chunks(packed, 16, MemoryBudget(budget))]
+        return [(chunk.start, chunk.keeps_activations) for chunk in split_into_chunks(packed, 16, MemoryBudget(budget))]
 
     assert kept(24) == [(0, True), (8, True), (24, True)]
     assert kept(23) == [(0, False), (8, True), (24, True)]
@@ -94,7 +94,8 @@ def test_what_fits_is_kept() -> None:
 
 def test_of_a_long_trunk_some_is_kept() -> None:
     packed = _drawn([32, 32, 32], [ROOT, 0, 0])
-    assert [(chunk.start, chunk.stop, chunk.is_kept) for chunk in split_into_chunks(packed, 32, MemoryBudget(48))] == [
+    chunks = split_into_chunks(packed, 32, MemoryBudget(48))
+    assert [(chunk.start, chunk.stop, chunk.keeps_activations) for chunk in chunks] == [
         (0, 16, False), (16, 32, True), (32, 64, True), (64, 96, True),
     ]  # fmt: skip
 
@@ -184,4 +185,4 @@ def test_a_token_without_anything_before_it_is_refused() -> None:
         np.zeros(3, np.int32), np.array([0, 3]), np.array([ROOT], np.int32), np.array([0]), np.ones(1, np.float32)
     )
     with pytest.raises(ValueError, match="nothing predicts it"):
-        pack_forest([tree])
+        pack_trees([tree])

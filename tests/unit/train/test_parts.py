@@ -15,7 +15,7 @@ from rich.console import Console
 from polar.cli.train import TrainProgress, render_reward_curve
 from polar.errors import ConfigError
 from polar.train.checkpoint import CheckpointStore, JournalEntry, create_folder_atomically, truncate_after_step
-from polar.train.metrics import GpuMonitor, Metrics, StepMetrics, plot_rewards
+from polar.train.metrics import GpuMonitor, MetricsLog, StepMetrics, plot_rewards
 from polar.train.rollouts import SettledGroups, TaskOrder
 from polar.train.settings import TrainSettings
 from tests.conditions import wait_until
@@ -90,7 +90,7 @@ def test_a_run_has_one_name(tmp_path: Path) -> None:
 
 def test_metrics_go_on_where_they_were(tmp_path: Path) -> None:
     for steps in ([0, 1, 2], [2, 3]):
-        with Metrics(tmp_path, SETTINGS, steps[0] - 1, "x") as metrics:
+        with MetricsLog(tmp_path, SETTINGS, steps[0] - 1, "x") as metrics:
             for step in steps:
                 metrics.write(StepMetrics(step, step, reward=0.5))
     assert [told.step for told in metrics.history] == [0, 1, 2, 3]
@@ -102,7 +102,7 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings = SETTINGS.model_copy(update={"metrics": SETTINGS.metrics.model_copy(update={"tensorboard": True})})
-    with Metrics(tmp_path, settings, 0, "x") as metrics:
+    with MetricsLog(tmp_path, settings, 0, "x") as metrics:
         metrics.write(StepMetrics(1, 1, reward=0.25, seconds={"sync": 2.0}))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("reward")[0].value == 0.25
@@ -114,7 +114,7 @@ def test_tensorboard_forgets_the_steps_that_were_lost(tmp_path: Path) -> None:
 
     settings = SETTINGS.model_copy(update={"metrics": SETTINGS.metrics.model_copy(update={"tensorboard": True})})
     for after, steps, reward in ((0, [0, 1, 2, 3], 0.25), (1, [2, 3, 4], 0.75)):
-        with Metrics(tmp_path, settings, after, "x") as metrics:
+        with MetricsLog(tmp_path, settings, after, "x") as metrics:
             for step in steps:
                 metrics.write(StepMetrics(step, step, reward=reward))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -133,7 +133,7 @@ def test_wandb_drops_no_step_that_is_trained_again(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
     settings = SETTINGS.model_copy(update={"metrics": SETTINGS.metrics.model_copy(update={"wandb": "project"})})
-    with Metrics(tmp_path, settings, 1, "x") as metrics:
+    with MetricsLog(tmp_path, settings, 1, "x") as metrics:
         metrics.write(StepMetrics(2, 2))
     assert (logged, axes) == ([(2, None)], [("*", "step")])
 

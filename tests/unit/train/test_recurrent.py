@@ -15,8 +15,8 @@ from torch import Tensor
 
 from polar.errors import ConfigError
 from polar.records.trajectory import ROOT
-from polar.train.packing import TokenTree, pack_forest
-from polar.train.passes import TreeModel
+from polar.train.packing import TokenTree, pack_trees
+from polar.train.tree_model import TreeModel
 from tests.selection import leave_to_slow
 from tests.unit.train.trees import VOCABULARY, before
 
@@ -115,14 +115,14 @@ def test_gradients_are_exact(make: Callable[[], Any]) -> None:
     expected = one_at_a_time(model, trees, weights)
     right = gradients(model)
 
-    packed = pack_forest(trees)
+    packed = pack_trees(trees)
     for chunk_tokens, kept_tokens in [(10_000, 10_000), (64, 10_000), (64, 0), (17, 30)]:
         over_trees = TreeModel(model, chunk_tokens=chunk_tokens, kept_tokens=kept_tokens)
         model.zero_grad()
         logprobs = over_trees.backward(packed, lambda index, logprobs: (weights[index] * logprobs).sum())
         assert apart(gradients(model), right) < 1e-5, (chunk_tokens, kept_tokens)
         assert torch.allclose(logprobs, expected, atol=1e-5)
-        assert torch.allclose(over_trees.logprobs(packed), expected, atol=1e-5)
+        assert torch.allclose(over_trees.compute_logprobs(packed), expected, atol=1e-5)
 
 
 def test_tokens_one_by_one() -> None:
@@ -134,7 +134,7 @@ def test_tokens_one_by_one() -> None:
     right = gradients(model)
     model.zero_grad()
     TreeModel(model, chunk_tokens=1, kept_tokens=9).backward(
-        pack_forest([tree]), lambda index, logprobs: (weights[index] * logprobs).sum()
+        pack_trees([tree]), lambda index, logprobs: (weights[index] * logprobs).sum()
     )
     assert apart(gradients(model), right) < 1e-5
 
@@ -148,7 +148,7 @@ def test_where_a_part_is_trained_its_gradient_is_the_same(trained: str) -> None:
     one_at_a_time(model, [tree], torch.ones(len(tree.tokens)))
     right = gradients(model)
     model.zero_grad()
-    TreeModel(model, chunk_tokens=17, kept_tokens=40).backward(pack_forest([tree]), lambda _, logprobs: logprobs.sum())
+    TreeModel(model, chunk_tokens=17, kept_tokens=40).backward(pack_trees([tree]), lambda _, logprobs: logprobs.sum())
     assert apart(gradients(model), right) < 1e-4  # a few numbers, of many that cancel out
 
 

@@ -132,7 +132,10 @@ def check_once(service: FakeService, output: Path, steps: int) -> None:
 
 
 def same_weights(one: Learner, other: Learner) -> bool:
-    return all(torch.equal(one.weights()[name], other.weights()[name]) for name in one.weights())
+    return all(
+        torch.equal(one.get_trained_weights()[name], other.get_trained_weights()[name])
+        for name in one.get_trained_weights()
+    )
 
 
 async def test_it_learns(tmp_path: Path, folder: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from polar.records.trajectory import ROOT, SessionPaths, TokenPath
-from polar.testing.token_paths import path, session
+from polar.testing.token_paths import make_path, make_session_paths
 from polar.train.packing import TokenTree
 from polar.trajectory.builders import prefix_tree
 
@@ -56,7 +56,7 @@ class Script:
     def call(self, prompt: Sequence[int], length: int = 6, *, agent: str | None = None) -> list[int]:
         """What was sampled."""
         sampled = self._rng.integers(0, VOCABULARY, length).tolist()
-        self.paths.append(path(len(self.paths), prompt, sampled, session_id=self.name, agent_id=agent, scale=1.0))
+        self.paths.append(make_path(len(self.paths), prompt, sampled, session_id=self.name, agent_id=agent, scale=1.0))
         return sampled
 
 
@@ -105,7 +105,7 @@ def group(kind: str, count: int = 3) -> list[SessionPaths]:
     scripts = [Script(f"s{number}", number) for number in range(count)]
     for script in scripts:
         KINDS[kind](script)
-    return [session(*script.paths) for script in scripts]
+    return [make_session_paths(*script.paths) for script in scripts]
 
 
 def group_tree(sessions: Sequence[SessionPaths]) -> tuple[TokenTree, list[tuple[str, int]]]:

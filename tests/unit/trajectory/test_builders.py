@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from polar.records import wire
 from polar.records.trajectory import NO_VERSION, SessionPaths, TokenPath, Trace, Trajectory
-from polar.testing.token_paths import groups, path, sampled_sessions, session, symbols
+from polar.testing.token_paths import list_symbols, make_path, make_session_paths, sampled_sessions, session_groups
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 
 TRACE_BUILDERS = [per_request, prefix_merging]
@@ -20,8 +20,8 @@ TRACE_BUILDERS = [per_request, prefix_merging]
 
 def extends(later: TokenPath, earlier: TokenPath) -> bool:
     """Whether a trace that ends with `earlier` can go on with `later`, read off the paths."""
-    seen = symbols(earlier)
-    prompt = symbols(msgspec.structs.replace(later, num_trainable=0))
+    seen = list_symbols(earlier)
+    prompt = list_symbols(msgspec.structs.replace(later, num_trainable=0))
     return prompt[: len(seen)] == seen and (later.logprobs is None) == (earlier.logprobs is None)
 
 
@@ -39,9 +39,9 @@ def fewest(paths: list[TokenPath]) -> tuple[int, int]:
                     return True
         return False
 
-    by_length = sorted(range(len(paths)), key=lambda index: -len(symbols(paths[index])))
+    by_length = sorted(range(len(paths)), key=lambda index: -len(list_symbols(paths[index])))
     last = [index for index in by_length if not place(index, set())]
-    return len(last), sum(len(symbols(paths[index])) for index in last)
+    return len(last), sum(len(list_symbols(paths[index])) for index in last)
 
 
 # Merging, and the order of a group, on random sessions
@@ -54,7 +54,9 @@ def test_merged_traces_are_runs_of_exact_prefixes_and_as_few_as_can_be(session: 
     for trace in made.traces:
         run = [paths[exchange_id] for exchange_id in trace.exchange_ids]
         assert all(extends(later, earlier) for earlier, later in pairwise(run))
-        assert (*trace.prompt_ids.tolist(), *trace.response_ids.tolist()) == tuple(it for it, _ in symbols(run[-1]))
+        assert (*trace.prompt_ids.tolist(), *trace.response_ids.tolist()) == tuple(
+            it for it, _ in list_symbols(run[-1])
+        )
         assert trace.loss_mask[0] == trace.loss_mask[-1] == 1
         context = trace.loss_mask == 0
         assert (trace.policy_versions[context] == NO_VERSION).all()
@@ -62,7 +64,7 @@ def test_merged_traces_are_runs_of_exact_prefixes_and_as_few_as_can_be(session: 
     assert (len(made.traces), made.tokens.computed) == fewest([it for it in session.paths if it.num_trainable])
 
 
-@given(groups(), st.randoms())
+@given(session_groups(), st.randoms())
 def test_the_order_of_a_groups_sessions_does_not_change_its_tree(
     sessions: list[SessionPaths], order: random.Random
 ) -> None:
@@ -81,7 +83,7 @@ def runs(made: Trajectory) -> list[list[str]]:
 
 
 def test_a_conversation_is_one_trace() -> None:
-    turns = session(path(0, [1, 2], [3, 4]), path(1, [1, 2, 3, 4, 5], [6]), reward=0.5)
+    turns = make_session_paths(make_path(0, [1, 2], [3, 4]), make_path(1, [1, 2, 3, 4, 5], [6]), reward=0.5)
     (trace,) = prefix_merging(turns).traces
     assert trace.prompt_ids.tolist() == [1, 2]
     assert trace.response_ids.tolist() == [3, 4, 5, 6]
@@ -97,21 +99,25 @@ def test_a_conversation_is_one_trace() -> None:
 
 def test_a_changed_token_in_the_history_begins_a_new_trace() -> None:
     """The trap of merging by prompts alone: prompt 1 extends prompt 0, but not what was sampled after it."""
-    made = prefix_merging(session(path(0, [1, 2], [3, 4]), path(1, [1, 2, 3, 9, 5], [6])))
+    made = prefix_merging(make_session_paths(make_path(0, [1, 2], [3, 4]), make_path(1, [1, 2, 3, 9, 5], [6])))
     assert runs(made) == [["s-x0"], ["s-x1"]]
     assert made.traces[1].prompt_ids.tolist() == [1, 2, 3, 9, 5]
     assert [trace.weight for trace in made.traces] == [2 / 3, 1 / 3]
 
 
 def test_a_turn_goes_on_from_the_part_of_it_that_was_delivered() -> None:
-    made = prefix_merging(session(path(0, [1], [2, 3, 4, 5], trainable=2), path(1, [1, 2, 3, 8], [9])))
+    made = prefix_merging(
+        make_session_paths(make_path(0, [1], [2, 3, 4, 5], trainable=2), make_path(1, [1, 2, 3, 8], [9]))
+    )
     assert runs(made) == [["s-x0", "s-x1"]]
     assert made.traces[0].response_ids.tolist() == [2, 3, 8, 9]
     assert [(it.exchange_id, it.start, it.stop) for it in made.excluded] == [("s-x0", 2, 4)]
 
 
 def test_what_does_not_train_lengthens_nothing() -> None:
-    dropped = session(path(0, [1], [2, 3], trainable=0), path(1, [1], [4]), path(2, [1, 4, 5, 5, 5], [6], trainable=0))
+    dropped = make_session_paths(
+        make_path(0, [1], [2, 3], trainable=0), make_path(1, [1], [4]), make_path(2, [1, 4, 5, 5, 5], [6], trainable=0)
+    )
     for build in TRACE_BUILDERS:
         (trace,) = build(dropped).traces
         assert (*trace.prompt_ids.tolist(), *trace.response_ids.tolist()) == (1, 4)
@@ -121,7 +127,7 @@ def test_what_does_not_train_lengthens_nothing() -> None:
 
 
 def test_two_samplings_of_one_token_are_two_traces_and_one_node() -> None:
-    twice = session(path(0, [1], [2]), path(1, [1], [2]), path(2, [1, 2], [3]))
+    twice = make_session_paths(make_path(0, [1], [2]), make_path(1, [1], [2]), make_path(2, [1, 2], [3]))
     assert runs(prefix_merging(twice)) == [["s-x0"], ["s-x1", "s-x2"]]
     tree = prefix_tree([twice])
     assert tree.ids.tolist() == [1, 2, 3]
@@ -133,7 +139,9 @@ def test_two_samplings_of_one_token_are_two_traces_and_one_node() -> None:
 
 
 def test_of_several_that_could_go_on_the_longest_does() -> None:
-    fork = session(path(0, [1], [2]), path(1, [1, 2], [3]), path(2, [1, 2], [4]), path(3, [1, 2, 4], [5]))
+    fork = make_session_paths(
+        make_path(0, [1], [2]), make_path(1, [1, 2], [3]), make_path(2, [1, 2], [4]), make_path(3, [1, 2, 4], [5])
+    )
     made = prefix_merging(fork)
     assert runs(made) == [["s-x0", "s-x2", "s-x3"], ["s-x1"]]
     assert made.traces[1].prompt_ids.tolist() == [1, 2]
@@ -142,10 +150,10 @@ def test_of_several_that_could_go_on_the_longest_does() -> None:
 def test_an_agent_goes_on_with_its_own_trace_before_its_subagents_do() -> None:
     """A sub-agent that is started with all of its parent's context (codex does so)."""
     made = prefix_merging(
-        session(
-            path(0, [1], [2], agent_id="main"),
-            path(1, [1, 2, 7], [7, 7, 7], agent_id="sub", role="subagent"),
-            path(2, [1, 2, 8], [8], agent_id="main"),
+        make_session_paths(
+            make_path(0, [1], [2], agent_id="main"),
+            make_path(1, [1, 2, 7], [7, 7, 7], agent_id="sub", role="subagent"),
+            make_path(2, [1, 2, 8], [8], agent_id="main"),
         )
     )
     assert [(trace.agent_id, trace.exchange_ids) for trace in made.traces] == [
@@ -156,14 +164,22 @@ def test_an_agent_goes_on_with_its_own_trace_before_its_subagents_do() -> None:
 
 def test_a_run_has_log_probabilities_or_has_none() -> None:
     """One call without them must not cost the others theirs."""
-    made = prefix_merging(session(path(0, [1], [2]), path(1, [1, 2], [3], logprobs=False), path(2, [1, 2, 3], [4])))
+    made = prefix_merging(
+        make_session_paths(
+            make_path(0, [1], [2]), make_path(1, [1, 2], [3], logprobs=False), make_path(2, [1, 2, 3], [4])
+        )
+    )
     assert runs(made) == [["s-x0", "s-x2"], ["s-x1"]]
     assert [trace.logprobs is None for trace in made.traces] == [False, True]
 
 
 def test_rewards_of_turns_go_with_the_traces_that_train_them() -> None:
-    turns = session(
-        path(0, [1], [2], reward=0.25), path(1, [5], [6], reward=0.75), path(2, [1, 2], [3]), reward=None, reason="lost"
+    turns = make_session_paths(
+        make_path(0, [1], [2], reward=0.25),
+        make_path(1, [5], [6], reward=0.75),
+        make_path(2, [1, 2], [3]),
+        reward=None,
+        reason="lost",
     )
     made = prefix_merging(turns)
     assert [trace.turn_rewards for trace in made.traces] == [{"s-x0": 0.25}, {"s-x1": 0.75}]
@@ -173,8 +189,10 @@ def test_rewards_of_turns_go_with_the_traces_that_train_them() -> None:
 
 
 def test_a_groups_tree_has_the_shared_prompt_once() -> None:
-    one = session(path(0, [1, 2, 3], [4], session_id="a"))
-    other = session(path(0, [1, 2, 3], [5, 6], session_id="b"), path(1, [1, 2, 3, 5, 6], [7], session_id="b"))
+    one = make_session_paths(make_path(0, [1, 2, 3], [4], session_id="a"))
+    other = make_session_paths(
+        make_path(0, [1, 2, 3], [5, 6], session_id="b"), make_path(1, [1, 2, 3, 5, 6], [7], session_id="b")
+    )
     tree = prefix_tree([one, other])
     assert tree.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert tree.parents.tolist() == [-1, 0, 0]
@@ -189,7 +207,7 @@ def test_a_groups_tree_has_the_shared_prompt_once() -> None:
 
 @pytest.mark.parametrize("build", TRACE_BUILDERS)
 def test_a_session_that_trains_nothing(build: Callable[[SessionPaths], Trajectory]) -> None:
-    for empty in (session(), session(path(0, [1], [2], trainable=0))):
+    for empty in (make_session_paths(), make_session_paths(make_path(0, [1], [2], trainable=0))):
         made = build(empty)
         assert (made.traces, made.tokens.computed, made.tokens.trainable) == ([], 0, 0)
         tree = prefix_tree([empty])
@@ -197,7 +215,7 @@ def test_a_session_that_trains_nothing(build: Callable[[SessionPaths], Trajector
 
 
 def test_a_long_session_is_merged_without_recursion() -> None:
-    turns = session(*(path(seq, range(3 * seq + 1), [3 * seq + 1]) for seq in range(2_000)))
+    turns = make_session_paths(*(make_path(seq, range(3 * seq + 1), [3 * seq + 1]) for seq in range(2_000)))
     (trace,) = prefix_merging(turns).traces
     assert isinstance(trace, Trace)
     assert len(trace.exchange_ids) == 2_000
@@ -211,13 +229,13 @@ def _with_experts(one: TokenPath, call: int, layers: int = 2) -> TokenPath:
 
 
 def test_experts_are_those_of_the_call_that_computed_a_token_first() -> None:
-    first = _with_experts(path(0, [1, 2], [3, 4, 5], trainable=2), 1)  # 5 was never delivered
-    second = _with_experts(path(1, [1, 2, 3, 4, 6], [7, 8]), 2)
-    (merged,) = prefix_merging(session(first, second)).traces
+    first = _with_experts(make_path(0, [1, 2], [3, 4, 5], trainable=2), 1)  # 5 was never delivered
+    second = _with_experts(make_path(1, [1, 2, 3, 4, 6], [7, 8]), 2)
+    (merged,) = prefix_merging(make_session_paths(first, second)).traces
     assert merged.experts is not None
     assert merged.experts[:, 0, 0].tolist() == [100, 101, 102, 203, 204, 205]
     assert merged.experts.shape == (len(merged.prompt_ids) + len(merged.response_ids) - 1, 2, 2)
-    alone = per_request(session(first, second)).traces
+    alone = per_request(make_session_paths(first, second)).traces
     assert [trace.experts[:, 1, 1].tolist() for trace in alone if trace.experts is not None] == [
         [100, 101, 102],
         [200, 201, 202, 203, 204, 205],
@@ -225,9 +243,9 @@ def test_experts_are_those_of_the_call_that_computed_a_token_first() -> None:
 
 
 def test_experts_that_not_all_calls_tell_are_left_out() -> None:
-    first, second = path(0, [1, 2], [3, 4]), _with_experts(path(1, [1, 2, 3, 4, 6], [7, 8]), 2)
-    (merged,) = prefix_merging(session(first, second)).traces
+    first, second = make_path(0, [1, 2], [3, 4]), _with_experts(make_path(1, [1, 2, 3, 4, 6], [7, 8]), 2)
+    (merged,) = prefix_merging(make_session_paths(first, second)).traces
     assert merged.experts is None
     _with_experts(first, 1, layers=3)  # of another model
-    (merged,) = prefix_merging(session(first, second)).traces
+    (merged,) = prefix_merging(make_session_paths(first, second)).traces
     assert merged.experts is None

@@ -11,9 +11,9 @@ from polar.bridges.rollouts import RolloutClient
 from polar.records.result import SessionResult
 from polar.records.task import TaskRequest
 from polar.records.trajectory import SessionPaths
-from polar.testing.conversations import Talk, said
-from polar.testing.token_paths import groups as sampled_groups
-from polar.testing.token_paths import path, sampled_sessions, session
+from polar.testing.conversations import ConversationBuilder, make_text_parts
+from polar.testing.token_paths import make_path, make_session_paths, sampled_sessions
+from polar.testing.token_paths import session_groups as sampled_groups
 from polar.train import groups
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
@@ -38,10 +38,10 @@ Document = dict[str, Any]
 
 def one(name: str, reward: float) -> SessionPaths:
     """Three turns, the last of which goes on from nothing; one token was never delivered."""
-    return session(
-        path(0, [1, 2], [3, 4], session_id=name, scale=1.0),
-        path(1, [1, 2, 3, 4, 5], [6, 7, 8], trainable=2, session_id=name, scale=1.0),
-        path(2, [9], [len(name), 8], session_id=name, scale=1.0),
+    return make_session_paths(
+        make_path(0, [1, 2], [3, 4], session_id=name, scale=1.0),
+        make_path(1, [1, 2, 3, 4, 5], [6, 7, 8], trainable=2, session_id=name, scale=1.0),
+        make_path(2, [9], [len(name), 8], session_id=name, scale=1.0),
         reward=reward,
     )
 
@@ -129,7 +129,7 @@ def test_the_trainer_leaves_out_a_session_with_a_mistake(mistake: Callable[[list
     data = msgspec.json.decode(documents.feed([one("a", 0.0), one("bb", 1.0)], "prefix_merging"))
     mistake(data["results"][0]["trajectory"]["traces"])
     spoiled = msgspec.json.encode(data)
-    group = groups.group_from_traces(spoiled, 0)
+    group = groups.build_group_from_traces(spoiled, 0)
     held, sound = group.members
     assert (held.reward, held.reason, held.trained_tokens) == (None, "verify_failed", 0)
     assert (sound.reward, sound.reason, sound.trained_tokens) == (1.0, None, 6)
@@ -140,12 +140,12 @@ def test_the_trainer_leaves_out_a_session_with_a_mistake(mistake: Callable[[list
 def test_a_share_of_nothing_leaves_nothing_out() -> None:
     data = msgspec.json.decode(documents.feed([one("a", 0.0), one("bb", 1.0)], "prefix_merging"))
     change_weight(data["results"][0]["trajectory"]["traces"])
-    group = groups.group_from_traces(msgspec.json.encode(data), 0, SessionChecker(share=0))
+    group = groups.build_group_from_traces(msgspec.json.encode(data), 0, SessionChecker(share=0))
     assert ([member.reason for member in group.members], group.verified_sessions) == ([None, None], 0)
 
 
 def test_a_wrong_token_is_named_with_its_own_value() -> None:
-    made = prefix_merging(session(path(0, [1, -2], [3, -7])))
+    made = prefix_merging(make_session_paths(make_path(0, [1, -2], [3, -7])))
     (problem,) = [problem for problem in check_received(made) if problem.kind == "ids"]
     assert problem.message == "trace 0: token 1 is -2, which no token is"
 
@@ -209,7 +209,7 @@ def group_of(mistake: Callable[[Document], None]) -> groups.RolloutGroup:
     sessions = [one("a", 0.0), one("bb", 1.0)]
     tree = documents.tree(sessions)
     mistake(tree)
-    return groups.group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
+    return groups.build_group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
 
 
 @pytest.mark.parametrize("mistake", TERM_MISTAKES, ids=lambda mistake: mistake.__name__)
@@ -232,7 +232,7 @@ def test_what_the_service_held_back_when_it_made_the_tree_is_not_trained_on() ->
     sessions = [one("a", 0.0), one("bb", 1.0)]
     tree = documents.tree([sessions[1]])
     tree["sessions"].append({"session_id": "a", "reward": None, "reason": "verify_failed", "turn_rewards": {}})
-    group = groups.group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
+    group = groups.build_group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
     assert [(member.reward, member.reason) for member in group.members] == [(None, "verify_failed"), (1.0, None)]
 
 
@@ -258,9 +258,9 @@ def leave_out_weight(result: Document) -> None:
 def test_bridges_leave_out_a_session_with_a_mistake(mistake: Callable[[Document], None], reason: str) -> None:
     results = []
     for name in ("a", "b"):
-        talk = Talk(name)
-        talk.call([{"role": "user", "content": "List the files."}], said("None."))
-        results.append(told(talk.item(task_id="t")).model_dump())
+        talk = ConversationBuilder(name)
+        talk.add_call([{"role": "user", "content": "List the files."}], make_text_parts("None."))
+        results.append(told(talk.build_item(task_id="t")).model_dump())
     mistake(results[0])
     rollouts = RolloutClient.__new__(RolloutClient)
     rollouts._checker = SessionChecker()

@@ -65,7 +65,7 @@ def test_a_model_with_the_sent_weights_is_the_same(tmp_path: Path, tied: bool) -
     model = tiny(tied=tied)
     staged = WeightStaging(tmp_path)
     staged.write(get_merged_weights(model), 3)
-    sent = load_file(staged.weights_file(3))
+    sent = load_file(staged.get_weights_file(3))
     assert "lm_head.weight" in sent  # also where it is the embedding
     other = tiny(tied=tied, seed=9)
     other.load_state_dict(sent)
@@ -104,7 +104,7 @@ def test_only_the_latest_weights_stay(tmp_path: Path) -> None:
     (staged.folder / "3.unfinished").mkdir()
     staged.keep_only(2)
     assert [path.name for path in staged.folder.iterdir()] == ["2"]
-    assert load_file(staged.weights_file(2))["a"].tolist() == [2.0, 2.0, 2.0]
+    assert load_file(staged.get_weights_file(2))["a"].tolist() == [2.0, 2.0, 2.0]
 
 
 class Usage(NamedTuple):
@@ -130,7 +130,7 @@ def test_in_memory_the_file_of_the_version_before_last_is_written_over(memory: P
     files = []
     for version in range(1, 6):
         staged.write(tensors(version), version)
-        files.append(staged.weights_file(version).stat().st_ino)
+        files.append(staged.get_weights_file(version).stat().st_ino)
         for written in staged.folder.glob("[0-9]*"):  # engines still read the one before
             found = load_file(written / "model.safetensors")
             expected = tensors(int(written.name))
@@ -150,7 +150,7 @@ def test_weights_of_another_kind_have_a_file_of_their_own(memory: Path, other: d
     for version, weights in enumerate((same, same, other, same, same, same), 1):
         staged.write(weights, version)
         staged.keep_only(version)
-        found = load_file(staged.weights_file(version))
+        found = load_file(staged.get_weights_file(version))
         assert found.keys() == weights.keys()
         assert all(found[name].dtype == weights[name].dtype for name in weights)
         assert all(torch.equal(found[name], weights[name]) for name in weights)
@@ -163,7 +163,7 @@ def test_a_spare_file_of_another_kind_makes_room(memory: Path, monkeypatch: pyte
         staged.keep_only(version)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=0 if (staged.folder / "spare").exists() else 100))
     staged.write({"a": torch.ones(4)}, 3)
-    assert len(load_file(staged.weights_file(3))["a"]) == 4
+    assert len(load_file(staged.get_weights_file(3))["a"]) == 4
 
 
 def test_a_version_that_is_written_anew_may_be_of_another_kind(memory: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_version_that_is_written_anew_may_be_of_another_kind(memory: Path) -> 
     for version in (2, 3):
         staged.write({"a": torch.full((3,), float(version))}, version)
         staged.keep_only(version)
-        assert load_file(staged.weights_file(version))["a"].tolist() == [version] * 3
+        assert load_file(staged.get_weights_file(version))["a"].tolist() == [version] * 3
 
 
 def test_versions_that_never_arrived_go(memory: Path) -> None:
@@ -185,7 +185,7 @@ def test_versions_that_never_arrived_go(memory: Path) -> None:
             staged.keep_only(version)
             staged.keep_only(version)
             assert {path.name for path in staged.folder.iterdir()} <= {str(version), "spare"}
-        assert load_file(staged.weights_file(version))["one"] == version
+        assert load_file(staged.get_weights_file(version))["one"] == version
 
 
 def test_what_another_process_wrote_is_not_written_over(memory: Path) -> None:
@@ -200,8 +200,8 @@ def test_what_another_process_wrote_is_not_written_over(memory: Path) -> None:
             assert not left.exists()
             staged.keep_only(version)
             assert (version > first) == (staged.folder / "spare").exists()
-            assert load_file(staged.weights_file(version))["a"].tolist() == [version] * first
-            assert [path.name for path in staged.version_folder(version).iterdir()] == ["model.safetensors"]
+            assert load_file(staged.get_weights_file(version))["a"].tolist() == [version] * first
+            assert [path.name for path in staged.get_version_folder(version).iterdir()] == ["model.safetensors"]
 
 
 def test_the_latest_weights_stay_when_a_trainer_ends_and_no_others(memory: Path) -> None:
@@ -213,7 +213,7 @@ def test_the_latest_weights_stay_when_a_trainer_ends_and_no_others(memory: Path)
     sync.close()
     assert [path.name for path in sync.staging.folder.iterdir()] == ["2"]
     sync.prepare(tensors(3), 3)
-    assert load_file(sync.staging.weights_file(3))["one"] == 3
+    assert load_file(sync.staging.get_weights_file(3))["one"] == 3
 
 
 def test_a_spare_file_that_somebody_removed_is_no_loss(memory: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_spare_file_that_somebody_removed_is_no_loss(memory: Path) -> None:
         staged.keep_only(version)
     shutil.rmtree(staged.folder)
     staged.write(tensors(3), 3)
-    assert load_file(staged.weights_file(3))["one"] == 3
+    assert load_file(staged.get_weights_file(3))["one"] == 3
 
 
 def test_an_overwriting_that_fails_leaves_nothing_half_done(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_an_overwriting_that_fails_leaves_nothing_half_done(memory: Path, monkey
             staged.write(tensors(3), 3)
     assert [path.name for path in staged.folder.iterdir()] == ["2"]
     staged.write(tensors(3), 3)
-    assert load_file(staged.weights_file(3))["one"] == 3
+    assert load_file(staged.get_weights_file(3))["one"] == 3
 
 
 def test_weights_without_room_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +294,7 @@ def test_an_interrupted_run_leaves_nothing_in_memory_and_its_engine_finds_its_we
     for version in (7, 8):
         staged.write({"a": torch.full((3,), float(version))}, version)
     run.mkdir()
-    save_update(state, WeightUpdate(str(staged.weights_file(7)), 7))  # 8 has been prepared, and no more
+    save_update(state, WeightUpdate(str(staged.get_weights_file(7)), 7))  # 8 has been prepared, and no more
     move_weights_to_disk(run, state)
     move_weights_to_disk(run, state)  # of a process that gave its engine nothing
     assert list(memory.iterdir()) == []
@@ -312,10 +312,10 @@ def test_weights_that_cannot_be_moved_stay_where_the_engine_finds_them(
     run, state = tmp_path / "run", tmp_path / "engine.json"
     staged = WeightStaging(choose_staging_folder(run, 1))
     staged.write({"a": torch.ones(3)}, 7)
-    save_update(state, WeightUpdate(str(staged.weights_file(7)), 7))
+    save_update(state, WeightUpdate(str(staged.get_weights_file(7)), 7))
     run.write_text("no folder")
     move_weights_to_disk(run, state)
-    assert staged.weights_file(7).exists()
+    assert staged.get_weights_file(7).exists()
     assert f"stay in {staged.folder}" in caplog.text
     move_weights_to_disk(run, None)  # of an engine that remembers nothing
     assert list(memory.iterdir()) == []

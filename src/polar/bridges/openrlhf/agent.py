@@ -29,7 +29,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class GroupLabel(Struct, frozen=True):
-    """What the trainer tells the executor of a group, in the place of the row's label."""
+    """The group that the trainer requests from the executor, in place of the row's label."""
 
     task: str
     key: str
@@ -39,7 +39,7 @@ class GroupLabel(Struct, frozen=True):
 
 
 def make_agent_executor(source: SettingsSource = None, *, serves_engine: bool = True) -> type[Any]:
-    """The class that OpenRLHF wants in an agent's file. `serves`: it hands its engine to Polar."""
+    """Creates the class that OpenRLHF expects in an agent file. With `serves_engine` it gives its engine to Polar."""
     from openrlhf.utils.agent import AgentExecutorBase
 
     class AgentExecutor(AgentExecutorBase):
@@ -63,17 +63,17 @@ def make_agent_executor(source: SettingsSource = None, *, serves_engine: bool = 
                 if self._server_task is None or has_failed(self._server_task):
                     self._server_task = asyncio.ensure_future(self._serve(llm_engine, max_length, label.version))
                 await asyncio.shield(self._server_task)
-            # The trainer computes log-probabilities at its own temperature: that is what has to be sampled with.
+            # The trainer computes log-probabilities at its own temperature, so sampling must use the same.
             temperature = sampling_params.temperature
-            over = build_sampling_overrides(
+            sampling = build_sampling_overrides(
                 temperature=temperature, top_p=sampling_params.top_p, top_k=sampling_params.top_k
             )
             groups = get_shared_groups(self._settings)
-            group, number = await groups.claim_session(label.task, label.key, label.samples, over)
+            group, session_index = await groups.claim_session(label.task, label.key, label.samples, sampling)
             logprobs = sampling_params.logprobs is not None
             if label.is_training and logprobs:
-                check_temperature(group.items[number : number + 1], temperature)
-            return _build_response(prompt, group, number, logprobs=logprobs)
+                check_temperature(group.items[session_index : session_index + 1], temperature)
+            return _build_response(prompt, group, session_index, logprobs=logprobs)
 
         async def _serve(self, engine: Any, context: int, version: int) -> None:
             url = await EngineServer(engine, context).start()
@@ -83,23 +83,26 @@ def make_agent_executor(source: SettingsSource = None, *, serves_engine: bool = 
 
 
 def __getattr__(name: str) -> Any:
-    """OpenRLHF loads this file as its agent's, and looks for a class in it."""
+    """OpenRLHF loads this file as an agent file and looks for its class."""
     if name == "AgentExecutor":
-        from polar.bridges.openrlhf import agent  # by its own name, by which the trainer's labels come
+        from polar.bridges.openrlhf import (
+            agent,
+        )  # under its package name, so that the trainer's labels have the same class
 
         return agent.make_agent_executor()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _build_response(prompt: str, group: SessionGroup, number: int, *, logprobs: bool) -> dict[str, Any]:
+def _build_response(prompt: str, group: SessionGroup, session_index: int, *, logprobs: bool) -> dict[str, Any]:
     """One session as an executor's result: its last trace, and all of them as `traces`."""
-    if number >= len(group.items):  # it was left out
+    if session_index >= len(group.items):  # it was left out
         # OpenRLHF filters groups by their mean, which this leaves as it is; advantages are without it (see
         # `trainer.py`).
-        mean = sum(group.rewards) / len(group.rewards) if group.rewards else 0.0
-        return _build_empty_response(prompt, group.task, mean, logprobs=logprobs)
+        mean_reward = sum(group.rewards) / len(group.rewards) if group.rewards else 0.0
+        return _build_empty_response(prompt, group.task, mean_reward, logprobs=logprobs)
     rows = [
-        row | {"prompt": prompt, "label": group.task} for row in OpenRlhfExporter().build_lines(group.items[number])
+        row | {"prompt": prompt, "label": group.task}
+        for row in OpenRlhfExporter().build_lines(group.items[session_index])
     ]
     if not logprobs:
         rows = [row | {"rollout_log_probs": None} for row in rows]
@@ -129,7 +132,7 @@ def _build_empty_response(prompt: str, task: str, reward: float, *, logprobs: bo
 
 
 class _CompletionRequest(Struct):
-    """A completion, with the sampling that vLLM's SamplingParams know by the same names."""
+    """A completion request. Sampling fields have the names of vLLM's SamplingParams."""
 
     prompt: list[int]
     model: str = ""
@@ -155,25 +158,25 @@ _NON_SAMPLING_FIELDS = ("prompt", "model", "stream", "logprobs")
 
 
 class EngineServer:
-    """Belongs to the engine's event loop, and ends with it."""
+    """An HTTP server for OpenRLHF's engine, in the engine's event loop."""
 
     def __init__(self, engine: Any, context_length: int, *, host: str | None = None) -> None:
-        """`engine` is OpenRLHF's: it has `generate(ids, sampling_params)`. `context` is its longest sequence. `host`:
-        where to listen [default: this node's address in the Ray cluster]."""
+        """`engine` is OpenRLHF's: it has `generate(ids, sampling_params)`. `context_length` is its longest sequence.
+        `host`: where to listen [default: this node's address in the Ray cluster]."""
         self._engine = engine
         self._context_length = context_length
         self._host = host
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
-        """Its address."""
+        """Starts the server and returns its address."""
         if self._host is None:
             import ray
 
             self._host = ray.util.get_node_ip_address()
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.add_routes([web.get("/v1/models", self._models), web.post("/v1/completions", self._completions)])
-        # A client that goes away cancels its handler: that is what aborts a generation.
+        # A disconnecting client cancels its handler, which aborts the generation.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._host, 0).start()
@@ -192,31 +195,35 @@ class EngineServer:
         from vllm import SamplingParams
 
         try:
-            asked = _decode_request(await request.read())
-            named = {name: getattr(asked, name) for name in asked.__struct_fields__ if name not in _NON_SAMPLING_FIELDS}
-            params = SamplingParams(**named, logprobs=max(asked.logprobs or 0, 1))
-            output = (await self._engine.generate(asked.prompt, params)).outputs[0]
-        except ValueError as error:  # what vLLM refuses
+            completion = _decode_request(await request.read())
+            sampling_fields = {
+                name: getattr(completion, name)
+                for name in completion.__struct_fields__
+                if name not in _NON_SAMPLING_FIELDS
+            }
+            params = SamplingParams(**sampling_fields, logprobs=max(completion.logprobs or 0, 1))
+            output = (await self._engine.generate(completion.prompt, params)).outputs[0]
+        except ValueError as error:  # vLLM rejects the parameters
             refusal = {"error": {"message": str(error), "type": "BadRequestError", "code": 400}}
             return web.Response(status=400, body=_encode(refusal), content_type=_JSON)
-        reply = wire.CompletionReply("cmpl", 0, asked.model, [_build_choice(asked, output)])
-        sampled = len(output.token_ids)
-        reply.usage = wire.UsageInfo(len(asked.prompt), len(asked.prompt) + sampled, sampled)
-        if not asked.stream:
+        reply = wire.CompletionReply("cmpl", 0, completion.model, [_build_choice(completion, output)])
+        sampled_tokens = len(output.token_ids)
+        reply.usage = wire.UsageInfo(len(completion.prompt), len(completion.prompt) + sampled_tokens, sampled_tokens)
+        if not completion.stream:
             return web.Response(body=_encode(reply), content_type=_JSON)
         events = sse.encode_event(_encode(reply)) + sse.encode_event(b"[DONE]")
         return web.Response(body=events, content_type="text/event-stream")
 
 
-def _build_choice(asked: _CompletionRequest, output: Any) -> wire.CompletionChoice:
+def _build_choice(completion: _CompletionRequest, output: Any) -> wire.CompletionChoice:
     ids = list(output.token_ids)
-    found = [one[id].logprob for one, id in zip(output.logprobs or [], ids, strict=False)]
+    logprobs = [candidates[id].logprob for candidates, id in zip(output.logprobs or [], ids, strict=False)]
     return wire.CompletionChoice(
         0,
         output.text,
-        wire.CompletionLogprobs(token_logprobs=found, tokens=["" for _ in ids]),
+        wire.CompletionLogprobs(token_logprobs=logprobs, tokens=["" for _ in ids]),
         output.finish_reason,
         output.stop_reason,
         token_ids=ids,
-        prompt_token_ids=asked.prompt,
+        prompt_token_ids=completion.prompt,
     )

@@ -17,30 +17,30 @@ from polar.export.trl import TrlExporter, make_filler_row, to_rollout_columns
 log = logging.getLogger(__name__)
 
 OWNER_KEY = "owner"
-"""Of each row, the place of its session among the prompts: what goes to PolarGRPOTrainer beside TRL's own keys."""
+"""The index of the row's session among the prompts: an extra key for PolarGRPOTrainer."""
 
 
-def grpo_trainer(source: SettingsSource = None, *, engine: Mapping[str, Any] | None = None, **given: Any) -> Any:
+def grpo_trainer(source: SettingsSource = None, *, engine: Mapping[str, Any] | None = None, **options: Any) -> Any:
     """A GRPOTrainer over Polar's sessions; `source` are the bridge's settings, and the rest is GRPOTrainer's. `engine`
     is the [engine] section of the service: the run's engines get the weights of each step. Without it, something else
     must give them. Raises ConfigError."""
     from polar.bridges.trl.trainers import PolarGRPOTrainer
 
-    return PolarGRPOTrainer(RolloutFunc(source), engine_settings(engine), **given)
+    return PolarGRPOTrainer(RolloutFunc(source), parse_engine_settings(engine), **options)
 
 
-def async_grpo_trainer(source: SettingsSource = None, *, engine: Mapping[str, Any], **given: Any) -> Any:
+def async_grpo_trainer(source: SettingsSource = None, *, engine: Mapping[str, Any], **options: Any) -> Any:
     """An AsyncGRPOTrainer over Polar's sessions, likewise: they run while it trains. Traces of a group share their
     beginnings in its rows."""
     from polar.bridges.trl.trainers import make_async_grpo_trainer
 
-    settings = engine_settings(engine)
+    settings = parse_engine_settings(engine)
     assert settings is not None
-    return make_async_grpo_trainer(BlockingBridge(source), settings, **given)
+    return make_async_grpo_trainer(BlockingBridge(source), settings, **options)
 
 
 def recorded_reward(completions: Sequence[Any], reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """What the sessions earned, for `reward_funcs`."""
+    """The sessions' recorded rewards, for `reward_funcs`."""
     assert len(completions) == len(reward)
     return list(reward)
 
@@ -55,66 +55,70 @@ class RolloutFunc(TrainerBridge):
         self._calls: Counter[str] = Counter()
 
     def build_dataset_rows(self) -> list[dict[str, str]]:
-        """A data set of all tasks."""
+        """A dataset with a row for each task."""
         return [{"prompt": task} for task in self.rollouts.tasks]
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """A group's sessions may be wanted by several processes: each asks for the group by its place in the whole
-        batch, and takes those that its own prompts stand for."""
+        """Several processes may need sessions of one group. Each requests the group by its index in the global batch
+        and takes the sessions of its own prompts."""
         mode = "train" if trainer.model.training else "eval"
         size = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         first = trainer.accelerator.process_index * len(prompts)
-        places = [divmod(first + index, size) for index in range(len(prompts))]
-        wanted = {place: get_task_id(prompt) for (place, _), prompt in zip(places, prompts, strict=True)}
-        key = self._key(mode, trainer.state.global_step)
-        groups = self.bridge.run(self._groups(wanted, key, size, trainer.temperature))
-        sessions = [groups[place][sample] for place, sample in places]
+        group_positions = [divmod(first + index, size) for index in range(len(prompts))]
+        tasks_by_group = {
+            group_index: get_task_id(prompt) for (group_index, _), prompt in zip(group_positions, prompts, strict=True)
+        }
+        key = self._make_call_key(mode, trainer.state.global_step)
+        groups = self.bridge.run(self._run_groups(tasks_by_group, key, size, trainer.temperature))
+        sessions = [groups[group_index][sample] for group_index, sample in group_positions]
         return self._build_rollout(sessions, trainer)
 
-    def _key(self, mode: str, step: int) -> str:
-        """Of a call: the same when a trainer that has crashed goes on from this step. Calls are counted and not tasks,
-        since which groups a process asks for is not the same in each."""
+    def _make_call_key(self, mode: str, step: int) -> str:
+        """The key of a call, the same when a trainer resumes from this step. It counts calls instead of tasks, since
+        processes request different groups."""
         key = f"{mode}-{step}"
         self._calls[key] += 1
         return f"{key}.{self._calls[key]}"
 
-    async def _groups(
-        self, wanted: Mapping[int, str], key: str, size: int, temperature: float
+    async def _run_groups(
+        self, tasks_by_group: Mapping[int, str], key: str, size: int, temperature: float
     ) -> dict[int, list[SessionItem | None]]:
         sampling = SamplingOverrides(temperature=temperature)
-        asked = (
-            self.rollouts.run_group(task, f"{key}.{place}", samples=size, sampling=sampling)
-            for place, task in wanted.items()
+        group_runs = (
+            self.rollouts.run_group(task, f"{key}.{group_index}", samples=size, sampling=sampling)
+            for group_index, task in tasks_by_group.items()
         )
-        groups = dict(zip(wanted, await gather_or_cancel(asked), strict=True))
+        groups = dict(zip(tasks_by_group, await gather_or_cancel(group_runs), strict=True))
         for group in groups.values():
             check_temperature(group.items, temperature)
         left_out = sum((group.left_out for group in groups.values()), Counter[str]())
         if left_out:
             log.warning("%s: %d sessions can't be trained on: %s", key, left_out.total(), dict(left_out))
-        return {place: [*group.items, *[None] * (size - len(group.items))] for place, group in groups.items()}
+        return {
+            group_index: [*group.items, *[None] * (size - len(group.items))] for group_index, group in groups.items()
+        }
 
     def _build_rollout(self, sessions: Sequence[SessionItem | None], trainer: Any) -> dict[str, Any]:
-        lines = [[] if session is None else build_rows(session) for session in sessions]
-        like = next((row for rows in lines for row in rows), {})
-        empty = make_filler_row(like, trainer.processing_class.pad_token_id, "left_out")
-        made = [rows[0] if rows else empty for rows in lines]
-        owners = list(range(len(made)))
-        for place, rows in enumerate(lines):
-            made += rows[1:]
-            owners += [place] * len(rows[1:])
+        rows_by_session = [[] if session is None else build_rows(session) for session in sessions]
+        first_row = next((row for rows in rows_by_session for row in rows), {})
+        empty = make_filler_row(first_row, trainer.processing_class.pad_token_id, "left_out")
+        all_rows = [rows[0] if rows else empty for rows in rows_by_session]
+        owners = list(range(len(all_rows)))
+        for owner, rows in enumerate(rows_by_session):
+            all_rows += rows[1:]
+            owners += [owner] * len(rows[1:])
         if not hasattr(trainer, "round_up_rows"):
-            if len(made) > len(sessions):
+            if len(all_rows) > len(sessions):
                 raise ConfigError(
                     "A session has several traces, and TRL's GRPOTrainer takes one completion a prompt: make the "
                     "trainer with polar.bridges.trl.grpo_trainer."
                 )
-            return to_rollout_columns(made)
-        missing = trainer.round_up_rows(len(made)) - len(made)
-        return to_rollout_columns([*made, *[empty] * missing]) | {OWNER_KEY: [*owners, *[0] * missing]}
+            return to_rollout_columns(all_rows)
+        missing = trainer.round_up_rows(len(all_rows)) - len(all_rows)
+        return to_rollout_columns([*all_rows, *[empty] * missing]) | {OWNER_KEY: [*owners, *[0] * missing]}
 
 
-def engine_settings(table: Mapping[str, Any] | None) -> EngineSettings | None:
+def parse_engine_settings(table: Mapping[str, Any] | None) -> EngineSettings | None:
     return None if table is None else EngineSettings.model_validate(table)
 
 

@@ -41,13 +41,13 @@ def check_config(args: GRPOConfig) -> None:
             f"loss_type={args.loss_type!r} counts rows or what is in a small batch, so how much a session weighs would "
             f"depend on how many traces it has: use {' or '.join(map(repr, _TOKEN_LOSS_TYPES))}."
         )
-    wanted: dict[str, Any] = {
+    required: dict[str, Any] = {
         "importance_sampling_level": "token",  # else a ratio of a row, which is a part of a session
         "off_policy_mask_threshold": None,  # likewise
         "mask_truncated_completions": False,  # a session ends as its harness says
         "use_vllm": False,  # the engines are those of the service
     }
-    for name, value in wanted.items():
+    for name, value in required.items():
         if getattr(args, name) != value:
             raise ConfigError(
                 f"{name}={getattr(args, name)!r} does not go with Polar's sessions: leave it at {value!r}."
@@ -235,7 +235,7 @@ class RolloutWorker:
         self._first = self._transfer.version
         self._thread.start()
 
-    def group_key(self, number: int) -> str:
+    def make_group_key(self, number: int) -> str:
         """Of a group. Who goes on from a checkpoint begins with other weights, and so with another version: what was
         trained on already does not come again. With the same weights nothing was, and it does."""
         return f"async-{self._first}.{number}"
@@ -280,7 +280,9 @@ class RolloutWorker:
         sampling = SamplingOverrides(temperature=self._args.temperature)
         task = self.tasks[number % len(self.tasks)]
         samples = self._args.num_generations
-        group = await self._bridge.rollouts.run_group(task, self.group_key(number), samples=samples, sampling=sampling)
+        group = await self._bridge.rollouts.run_group(
+            task, self.make_group_key(number), samples=samples, sampling=sampling
+        )
         check_temperature(group.items, self._args.temperature)
         return number, group
 
@@ -289,11 +291,11 @@ class RolloutWorker:
             log.warning("%s: %d sessions can't be trained on: %s", group.name, group.left_out.total(), group.left_out)
         if not group.items:
             return
-        credits = compute_session_advantages(group.rewards, ddof=0, epsilon=1e-8)  # as TRL's own worker has them
-        for item, advantage in zip(group.items, credits, strict=True):
+        advantages = compute_session_advantages(group.rewards, ddof=0, epsilon=1e-8)  # as TRL's own worker has them
+        for item, advantage in zip(group.items, advantages, strict=True):
             for row, trace in zip(build_rows(item), item.trajectory.traces, strict=True):
-                oldest = min(list_version_runs(trace), default=self._transfer.version)
-                version = oldest - self._version_offset
+                oldest_version = min(list_version_runs(trace), default=self._transfer.version)
+                version = oldest_version - self._version_offset
                 self._put_sample(to_sample(row, advantage=advantage, model_version=version, group_id=number))
 
     def _put_sample(self, sample: Any) -> None:

@@ -18,11 +18,11 @@ from polar.export.verl import VerlExporter
 from polar.records.task import TaskRequest
 
 AGENT_LOOP_NAME = "polar"
-"""Of the agent loop: the `name` in verl's list of them."""
+"""The agent loop's `name` in verl's list."""
 KEY_FIELD, SAMPLES_FIELD = "polar_key", "polar_samples"
-"""What the trainer mode adds to a row: the group's key, and how many sessions verl will ask for."""
+"""Fields that the trainer mode adds to a row: the group's key, and the number of sessions that verl will request."""
 VALIDATION_PREFIX = "val-"
-"""How keys of groups begin that are not trained on."""
+"""The prefix of keys of groups that are not trained on."""
 SCALES_FIELD = "polar_scales"
 """Among a row's `extra_fields`: of which temperature its log-probabilities are, as
 `polar.bridges.rollouts.check_logit_scales` has it."""
@@ -35,7 +35,7 @@ def build_rows(tasks: Iterable[TaskRequest]) -> list[dict[str, Any]]:
             "task_id": task.task_id,
             "agent_name": AGENT_LOOP_NAME,
             "data_source": AGENT_LOOP_NAME,
-            "prompt": [{"role": "user", "content": task.instruction}],  # only to be looked at
+            "prompt": [{"role": "user", "content": task.instruction}],  # for display only
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"index": index},
         }
@@ -44,7 +44,7 @@ def build_rows(tasks: Iterable[TaskRequest]) -> list[dict[str, Any]]:
 
 
 class AgentLoop:
-    """What verl makes for each session, by its `_target_`."""
+    """The class that verl instantiates for each session, by its `_target_`."""
 
     def __init__(self, settings: str | Mapping[str, Any], trainer_config: Any, **_: Any) -> None:
         """`settings` as `polar.bridges.settings` reads them; the others are what verl gives to every agent loop."""
@@ -54,7 +54,7 @@ class AgentLoop:
         self._wants_experts = bool(getattr(rollout, "enable_rollout_routing_replay", False))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
-        """One session of the row's task, as `AgentLoopOutput`s. None at all where this one was left out."""
+        """Runs one session of the row's task and returns its `AgentLoopOutput`s. Empty if the session was left out."""
         if KEY_FIELD not in row or "session_id" not in row:
             raise ConfigError(
                 "Polar's agent loop takes verl's V1 trainer in one of its own modes: set trainer.v1.trainer_mode to "
@@ -67,52 +67,51 @@ class AgentLoop:
             task, key, samples, build_sampling(sampling_params)
         )
         check_usable(group, key)
-        number = int(row["session_id"])  # verl counts for itself
-        if number >= len(group.items):
+        session_index = int(row["session_id"])  # verl numbers the sessions itself
+        if session_index >= len(group.items):
             return []
-        made = build_outputs(group.items[number], logprobs=self._wants_logprobs, experts=self._wants_experts)
-        return [AgentLoopOutput(**one) for one in made]
+        outputs = build_outputs(group.items[session_index], logprobs=self._wants_logprobs, experts=self._wants_experts)
+        return [AgentLoopOutput(**fields) for fields in outputs]
 
 
 def check_usable(group: SessionGroup, key: str) -> None:
-    """Raises PolarError where nothing of the group can be trained on, or one session that has no other to be compared
-    with."""
-    needed = 1 if group.requested_samples == 1 or key.startswith(VALIDATION_PREFIX) else 2
-    if len(group.items) < needed:
+    """Raises PolarError if no session of the group can be trained on, or only one, which can't be compared."""
+    required_sessions = 1 if group.requested_samples == 1 or key.startswith(VALIDATION_PREFIX) else 2
+    if len(group.items) < required_sessions:
         reasons = ", ".join(f"{reason} x {count}" for reason, count in group.left_out.most_common())
-        found = "A single session" if group.items else "Nothing"
-        raise PolarError(f"{found} of {group.name} can be trained on: {reasons}.")
+        amount = "A single session" if group.items else "Nothing"
+        raise PolarError(f"{amount} of {group.name} can be trained on: {reasons}.")
 
 
 def build_outputs(item: SessionItem, *, logprobs: bool = True, experts: bool = False) -> list[dict[str, Any]]:
     """A session as fields of `AgentLoopOutput`s, with or without the recorded log-probabilities, and the experts."""
-    made: list[dict[str, Any]] = [*VerlExporter().build_lines(item)]
-    for one, trace in zip(made, item.trajectory.traces, strict=True):
-        one["extra_fields"][SCALES_FIELD] = get_logit_scales(trace)
+    outputs: list[dict[str, Any]] = [*VerlExporter().build_lines(item)]
+    for output, trace in zip(outputs, item.trajectory.traces, strict=True):
+        output["extra_fields"][SCALES_FIELD] = get_logit_scales(trace)
         if experts:
-            one["routed_experts"] = require_experts(trace)
+            output["routed_experts"] = require_experts(trace)
     if not logprobs:
-        return [one | {"response_logprobs": None} for one in made]
-    if any(one["response_logprobs"] is None for one in made):
+        return [output | {"response_logprobs": None} for output in outputs]
+    if any(output["response_logprobs"] is None for output in outputs):
         raise ConfigError(
             f"Session {item.session.session_id} has no log-probabilities, and verl's rollout.calculate_log_probs asks "
             "for them: use an engine that gives them, or set that to False."
         )
-    return made
+    return outputs
 
 
 def build_sampling(params: Mapping[str, Any]) -> SamplingOverrides:
-    """verl's sampling parameters, as far as they change what is likely."""
+    """The overrides from verl's sampling parameters that change probabilities."""
     return build_sampling_overrides(
         **{name: params.get(name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     )
 
 
-def parse_loop_settings(given: str | Mapping[str, Any]) -> BridgeSettings:
-    """Settings as they stand in verl's list of agent loops."""
-    if isinstance(given, str):
-        return load_settings(given)
+def parse_loop_settings(configured: str | Mapping[str, Any]) -> BridgeSettings:
+    """Parses the settings from verl's list of agent loops."""
+    if isinstance(configured, str):
+        return load_settings(configured)
     from omegaconf import OmegaConf
 
-    plain: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
+    plain: Any = OmegaConf.to_container(configured, resolve=True) if OmegaConf.is_config(configured) else configured
     return load_settings(plain)

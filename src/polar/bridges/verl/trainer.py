@@ -41,7 +41,7 @@ _TOKEN_LOSS_MODES = ("token-mean", "token-sum")
 
 
 def register() -> None:
-    """Adds the modes to verl's."""
+    """Registers Polar's trainer modes with verl."""
     from verl.trainer.ppo.v1 import get_trainer_cls, register_trainer
 
     for mode in MODES:
@@ -69,48 +69,48 @@ def check_config(config: Any) -> None:
         )
     correction = config.algorithm.get("rollout_correction") or {}
     for name in ("rollout_is", "rollout_rs"):
-        chosen = correction.get(name)
-        if chosen and not str(chosen).startswith("token"):
+        level = correction.get(name)
+        if level and not str(level).startswith("token"):
             raise ConfigError(
-                f"algorithm.rollout_correction.{name}={chosen} goes by row, and a session may have several: choose one "
+                f"algorithm.rollout_correction.{name}={level} goes by row, and a session may have several: choose one "
                 "that goes by token."
             )
 
 
 def check_same_weights(recorded: Any, recomputed: Any, mask: Any, *dtypes: str) -> None:
-    """Of tokens, what the engines said and what the actor does; `dtypes` are those that they compute in. The mean
-    tells: among very many tokens some are far apart, whatever the weights. Raises WeightMismatchError."""
-    apart = float(abs(recorded - recomputed)[mask == 1].mean())
+    """Compares the engines' log-probabilities with the actor's; `dtypes` are the types that they compute in. The mean
+    decides, since among many tokens some always differ widely. Raises WeightMismatchError."""
+    mean_difference = float(abs(recorded - recomputed)[mask == 1].mean())
     allowed = choose_tolerance(*dtypes).mean
-    if apart > allowed:
+    if mean_difference > allowed:
         raise WeightMismatchError(
             "The engines do not have the trainer's weights, or sample in a way that verl's actor does not know of: "
-            f"log-probabilities differ by {apart:.3g} in the mean; {allowed:g} is allowed."
+            f"log-probabilities differ by {mean_difference:.3g} in the mean; {allowed:g} is allowed."
         )
 
 
 def find_loop_settings(config: Any) -> BridgeSettings:
-    """Those of the agent loop `polar` in verl's list."""
+    """Finds the settings of the agent loop `polar` in verl's list."""
     from omegaconf import OmegaConf
     from verl.utils.import_utils import resolve_config_path
 
     path = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
     if path:
-        for one in OmegaConf.load(resolve_config_path(path)):
-            if one.name == AGENT_LOOP_NAME:
-                return parse_loop_settings(one.settings)
+        for agent_loop in OmegaConf.load(resolve_config_path(path)):
+            if agent_loop.name == AGENT_LOOP_NAME:
+                return parse_loop_settings(agent_loop.settings)
     raise ConfigError(
         f"There is no agent loop {AGENT_LOOP_NAME!r}: "
         "actor_rollout_ref.rollout.agent.agent_loop_config_path names a list with it."
     )
 
 
-def check_tasks(named: Iterable[Any], known: Container[str]) -> None:
-    """Raises ConfigError."""
-    for task in named:
-        if str(task) not in known:
+def check_tasks(task_ids: Iterable[Any], known_tasks: Container[str]) -> None:
+    """Raises ConfigError for a row whose task is not in the files."""
+    for task_id in task_ids:
+        if str(task_id) not in known_tasks:
             raise ConfigError(
-                f"There is no task {str(task)!r} in the files that the agent loop {AGENT_LOOP_NAME!r} has "
+                f"There is no task {str(task_id)!r} in the files that the agent loop {AGENT_LOOP_NAME!r} has "
                 "as `tasks`: a row of "
                 "verl's data names one in its column `task_id`."
             )
@@ -131,26 +131,26 @@ class NamingAgentLoopManager:
         check_tasks(prompts["task_id"], self._tasks)
         from verl.utils.tensordict_utils import assign_non_tensor_stack
 
-        validating = "validate" in prompts
-        step = f"{VALIDATION_PREFIX if validating else 'step-'}{prompts['global_steps']}"
-        asked = self._rollout.val_kwargs.n if validating else self._rollout.n
-        samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [asked] * len(prompts)
-        keys = [self._keys.next_key(step, str(task)) for task in prompts["task_id"]]
+        is_validation = "validate" in prompts
+        step = f"{VALIDATION_PREFIX if is_validation else 'step-'}{prompts['global_steps']}"
+        default_samples = self._rollout.val_kwargs.n if is_validation else self._rollout.n
+        samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [default_samples] * len(prompts)
+        keys = [self._keys.make_key(step, str(task)) for task in prompts["task_id"]]
         assign_non_tensor_stack(prompts, KEY_FIELD, keys)
         assign_non_tensor_stack(prompts, SAMPLES_FIELD, [int(count) for count in samples])
         return self._manager.generate_sequences(prompts)
 
 
 class VerlBridge(TrainerBridge):
-    """What verl's trainer tells Polar of its engines."""
+    """Passes weight updates of verl's trainer on to Polar."""
 
     def __init__(self, bridge: BlockingBridge) -> None:
         super().__init__(bridge)
         self._next_version: int | None = None  # of the update that has begun
 
     def begin_update(self, version: int) -> None:
-        """Calls that run are waited for, and others wait from here on, until the update is finished. An update that has
-        begun keeps its version."""
+        """Waits for running calls and holds new ones until the update is finished. An update that has begun keeps its
+        version."""
         if self._next_version is None:
             self.bridge.run(self.engines.freeze("drain"))
             self._next_version = version
@@ -163,7 +163,7 @@ class VerlBridge(TrainerBridge):
 
 
 def make_polar_trainer(base: Any, mode: str) -> Any:
-    """verl's trainer of this mode, with Polar in it."""
+    """Creates verl's trainer class of this mode with Polar's hooks."""
 
     class PolarTrainer(base):
         def __init__(self, config: Any) -> None:
@@ -177,8 +177,8 @@ def make_polar_trainer(base: Any, mode: str) -> Any:
 
         def on_init_end(self) -> None:
             super().on_init_end()
-            separate = getattr(self, "standalone_server_manager", None)
-            addresses = (separate or self.llm_server_manager).get_addresses()
+            standalone_manager = getattr(self, "standalone_server_manager", None)
+            addresses = (standalone_manager or self.llm_server_manager).get_addresses()
             urls = [f"http://{address}" for address in addresses]
             self.polar.bridge.run(self.polar.engines.attach(urls, self.global_steps))
 
@@ -205,7 +205,7 @@ def make_polar_trainer(base: Any, mode: str) -> Any:
             return batch
 
         def _check_temperature(self, batch: Any) -> None:
-            """Here and not in the agent loop, whose errors verl takes for groups that failed."""
+            """Checked here, because verl treats errors of an agent loop as failed groups."""
             import transfer_queue
 
             rollout = self.config.actor_rollout_ref.rollout
@@ -217,43 +217,48 @@ def make_polar_trainer(base: Any, mode: str) -> Any:
                     check_logit_scales(str(extra["session_id"]), extra.get(SCALES_FIELD, []), rollout.temperature)
 
         def _check_weights(self, batch: Any) -> None:
-            """Of what was sampled with the weights that the actor has now."""
+            """Compares tokens that were sampled with the actor's current weights."""
             import transfer_queue
 
-            it = self.config.actor_rollout_ref
-            fresh = [
+            rollout_config = self.config.actor_rollout_ref
+            on_policy_keys = [
                 key
                 for key, tag in zip(batch.keys, batch.tags, strict=True)
                 if tag["min_global_steps"] == self.global_steps - 1 and not tag.get("is_padding")
             ]
-            if fresh and it.rollout.calculate_log_probs:
+            if on_policy_keys and rollout_config.rollout.calculate_log_probs:
                 fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
-                data = transfer_queue.kv_batch_get(keys=fresh, partition_id=batch.partition_id, select_fields=fields)
-                own = it.actor.get("fsdp_config") or it.actor.get("megatron") or {}
-                dtypes = str(it.rollout.dtype), str(own.get("dtype", "bfloat16"))
+                data = transfer_queue.kv_batch_get(
+                    keys=on_policy_keys, partition_id=batch.partition_id, select_fields=fields
+                )
+                engine_config = rollout_config.actor.get("fsdp_config") or rollout_config.actor.get("megatron") or {}
+                dtypes = str(rollout_config.rollout.dtype), str(engine_config.get("dtype", "bfloat16"))
                 check_same_weights(*(data[field].values() for field in fields), *dtypes)
 
-        def _optimizer_steps(self) -> int:
-            """Of a batch, as configured in prompts."""
+        def _count_optimizer_steps(self) -> int:
+            """The optimizer steps of a batch, as configured in prompts."""
             prompts = self.config.data.train_batch_size // self.parameter_sync_step
             return max(1, prompts // self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
 
         def _get_required_batch_multiple(self, dp_size: int) -> int:
-            """verl fills a batch up with rows that don't train, until it can be divided by this: by the optimizer's
-            steps, each by the ranks, and what a rank has by its micro-batches."""
-            it = self.config.actor_rollout_ref
-            sizes = [it.actor.ppo_micro_batch_size_per_gpu, it.rollout.log_prob_micro_batch_size_per_gpu]
+            """verl pads a batch with rows that don't train to a multiple of this: of the optimizer steps, the ranks,
+            and the micro-batches of a rank."""
+            rollout_config = self.config.actor_rollout_ref
+            sizes = [
+                rollout_config.actor.ppo_micro_batch_size_per_gpu,
+                rollout_config.rollout.log_prob_micro_batch_size_per_gpu,
+            ]
             if self.use_reference_policy:
-                sizes.append(it.ref.log_prob_micro_batch_size_per_gpu)
-            micro = 1 if it.actor.use_dynamic_bsz else math.lcm(*(size or 1 for size in sizes))
-            return self._optimizer_steps() * math.lcm(dp_size * micro, it.rollout.n)
+                sizes.append(rollout_config.ref.log_prob_micro_batch_size_per_gpu)
+            micro_batch_size = 1 if rollout_config.actor.use_dynamic_bsz else math.lcm(*(size or 1 for size in sizes))
+            return self._count_optimizer_steps() * math.lcm(dp_size * micro_batch_size, rollout_config.rollout.n)
 
         def _update_actor(self, batch: Any, metrics: Any) -> Any:
             """verl counts a mini-batch in rows, `ppo_mini_batch_size * n`. Here it is a share of the batch, however
             many rows its sessions have."""
             actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
             configured = actor.ppo_mini_batch_size
-            actor.ppo_mini_batch_size = len(batch) // (self._optimizer_steps() * rollout.n)
+            actor.ppo_mini_batch_size = len(batch) // (self._count_optimizer_steps() * rollout.n)
             try:
                 return super()._update_actor(batch, metrics)
             finally:

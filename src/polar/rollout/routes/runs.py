@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from polar.config import DEFAULT_RUN, Compat
 from polar.engines.base import DesiredPool, RunEngine
 from polar.errors import ConfigError
-from polar.plugins import names
+from polar.plugins import list_names
 from polar.records.policy import PauseState
 from polar.rollout.lease_manager import NodeView
 from polar.rollout.routes.bodies import Body, RunName, describe_errors
@@ -169,8 +169,8 @@ def _add_quota_routes(router: APIRouter, parts: ServiceParts) -> None:
         await rollout.set_quotas(run, quotas)
         if "engine" in body.model_fields_set:
             engine = RunEngine(**(body.engine or EngineModel()).model_dump())
-            if engine.kind is not None and engine.kind not in names("engines"):
-                raise ConfigError(f"Unknown engine {engine.kind!r}. Available: {', '.join(names('engines'))}.")
+            if engine.kind is not None and engine.kind not in list_names("engines"):
+                raise ConfigError(f"Unknown engine {engine.kind!r}. Available: {', '.join(list_names('engines'))}.")
             await rollout.engine_controller.set_engine(run, engine, _APPLY_SECONDS)
         if "compat" in body.model_fields_set:
             await rollout.set_compat(run, body.compat)

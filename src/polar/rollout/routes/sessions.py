@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from polar.distribution import install_hint
 from polar.gateway import view
 from polar.harnesses import build_base_urls
-from polar.plugins import names
+from polar.plugins import list_names
 from polar.records.result import EvidenceResult
 from polar.records.session import Session, Verdict
 from polar.rollout.routes.bodies import Body, RunName, StoredText, describe_errors, describe_stream, is_deeper_than
@@ -130,8 +130,8 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     async def trajectory(session_id: str, builder: str = "prefix_merging") -> Response:
         """What a builder makes of the session so far; `prefix_tree` gives the whole token tree."""
         await find_session(session_id)
-        if builder not in names("builders"):
-            raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
+        if builder not in list_names("builders"):
+            raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(list_names('builders'))}.")
         document = await encode_trajectory(store, session_id, builder, parts.pages.checker)
         return Response(document, media_type="application/json")
 

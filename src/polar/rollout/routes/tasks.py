@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHan
 from pydantic_core import PydanticSerializationError
 
 from polar.export.polar import build_stage_timing, find_session_status
-from polar.plugins import names
+from polar.plugins import list_names
 from polar.records.result import (
     GroupResult,
     NumberedResult,
@@ -253,8 +253,8 @@ def _add_feed_route(router: APIRouter, parts: ServiceParts) -> None:
         ] = None,
     ) -> Response:
         """Sessions (or tasks) that have ended, in that order, with their trajectories. The cursor outlives restarts."""
-        if builder is not None and builder not in names("builders"):
-            raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
+        if builder is not None and builder not in list_names("builders"):
+            raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(list_names('builders'))}.")
         if consumer is not None:
             after = await parts.rollout.update_consumer(run, consumer, after, unit)
         pages = parts.pages.stream_page(

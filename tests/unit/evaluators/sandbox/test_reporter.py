@@ -45,7 +45,7 @@ UNITTEST = {
 
 
 async def reward(place: WorkFactory, agent: str, files: dict[str, str], command: str) -> float | None:
-    work = await place.work(agent, files=files)
+    work = await place.create_work(agent, files=files)
     config = {"command": f"{sys.executable} -m {command}", "env": {"PYTHONPATH": "."}}
     return (await evaluator.ProjectTests(config).evaluate(work)).reward
 

@@ -42,7 +42,7 @@ WORKSPACE = {"a": None, "a/file": None, "b": "a", "lib": "usr/lib", "usr": None,
 async def test_a_link_leads_to_what_the_agent_could_show(place: WorkFactory, target: str, laid: bool) -> None:
     prepare = [{"type": "upload_file", "target": "/data/same", "content": "x"}]
     secret = [{"type": "upload_file", "target": "/data/graders", "content": "secret"}]
-    work = await place.work("echo x > ../data/agents", runtime={"prepare": prepare, "eval_prepare": secret})
+    work = await place.create_work("echo x > ../data/agents", runtime={"prepare": prepare, "eval_prepare": secret})
     await work.agent_runtime.put(b"made up", "/data/graders")
     carried = {f"/workspace/{path}": where for path, where in WORKSPACE.items()} | {"/workspace": None}
     found = await links.find_refused_links(
@@ -92,7 +92,7 @@ async def test_links_that_can_not_be_resolved(
     place: WorkFactory, end: CommandResult, live: bool, error: type[Exception]
 ) -> None:
     """In the agent's own runtime, what holds the look up is the agent's doing; in one that it was never in, not."""
-    work = await place.work()
+    work = await place.create_work()
     fresh = cast("Runtime", Exhausted(work.agent_runtime, end))
     with pytest.raises(error):
         await links.find_refused_links(

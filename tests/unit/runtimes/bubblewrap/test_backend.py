@@ -135,7 +135,7 @@ async def test_two_hundred_at_once(kind: Bubblewrap, tmp_path: Path) -> None:
     assert len(leftovers.list_processes(mark, children=False)) >= 200  # the daemons
     await asyncio.gather(*(runtime.remove() for runtime in runtimes))
     assert leftovers.list_processes(mark, children=False) == []
-    found = leftovers.list_all(tmp_path / "state", ids, mark)
+    found = leftovers.list_leftovers(tmp_path / "state", ids, mark)
     assert [what for what, names in found.items() if names and what != "processes"] == []
 
 
@@ -150,7 +150,7 @@ async def test_too_few_descriptors_are_the_platforms_failure(kind: Bubblewrap) -
     await kind.prepare(None)
     runtime = await kind.create("id", RuntimeSpec())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (leftovers.count_descriptors() + 3, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (leftovers.count_open_descriptors() + 3, hard))
     try:
         with pytest.raises(SandboxError, match="Too many open files"):
             await runtime.start()

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from polar.train import flash
+from polar.train import flash_attention
 
 HEADS, SHARED, WIDTH = 4, 2, 8
-KERNELS = flash._forward, flash._backward
+KERNELS = flash_attention._forward, flash_attention._backward
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
@@ -60,22 +60,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return _forward(query, key, value, causal, scale)
 
     for name, value in {"_MIN_CONTEXT_TOKENS": 16, "_forward": forward, "_backward": _backward}.items():
-        monkeypatch.setattr(flash, name, value)
+        monkeypatch.setattr(flash_attention, name, value)
     return told
 
 
 @pytest.fixture(params=[1, 8])
-def grain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def length_multiple(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """What the lengths that kernels are given are multiples of."""
     given: int = request.param
-    forward = flash._forward
+    forward = flash_attention._forward
 
     def checked(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
         assert not query.shape[2] % given
         assert not key.shape[2] % given
         return forward(query, key, value, causal, scale)
 
-    monkeypatch.setattr(flash, "_forward", checked)
+    monkeypatch.setattr(flash_attention, "_forward", checked)
     return given
 
 
@@ -90,15 +90,17 @@ class Given:
         self.back = [(torch.zeros_like(one), torch.zeros_like(other)) for one, other in self.theirs]
 
     @property
-    def pieces(self) -> list[flash.KeyValuePiece]:
+    def pieces(self) -> list[flash_attention.KeyValuePiece]:
         return [self._piece(number) for number in range(len(self.theirs))]
 
-    def _piece(self, number: int) -> flash.KeyValuePiece:
+    def _piece(self, number: int) -> flash_attention.KeyValuePiece:
         def give_back(start: int, stop: int, key: Tensor, value: Tensor) -> None:
             self.back[number][0][:, :, start:stop] += key
             self.back[number][1][:, :, start:stop] += value
 
-        return flash.KeyValuePiece(self.theirs[number][0].detach(), self.theirs[number][1].detach(), give_back)
+        return flash_attention.KeyValuePiece(
+            self.theirs[number][0].detach(), self.theirs[number][1].detach(), give_back
+        )
 
     def check(self, out: Tensor, seen: Tensor) -> None:
         """All of the pieces are seen, and of the queries' own keys those that `seen` says: so are gradients."""
@@ -133,10 +135,10 @@ def compiled(request: pytest.FixtureRequest) -> bool:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own compiler
 @pytest.mark.parametrize("lengths", [[], [16], [5], [2, 1, 3], [7, 40, 3], [300, 7]])
 @pytest.mark.parametrize("count", [24, 8, 13])
-def test_the_parts_are_the_whole(lengths: list[int], count: int, grain: int, compiled: bool) -> None:
+def test_the_parts_are_the_whole(lengths: list[int], count: int, length_multiple: int, compiled: bool) -> None:
     given = Given(lengths, count)
-    out = flash.attend_with_context(
-        given.query, given.key, given.value, given.pieces, 0.3, grain=grain, compiled=compiled
+    out = flash_attention.attend_with_context(
+        given.query, given.key, given.value, given.pieces, 0.3, length_multiple=length_multiple, compiled=compiled
     )
     given.check(out, torch.ones(count, count).tril() == 1)
 
@@ -146,17 +148,19 @@ def test_the_parts_are_the_whole(lengths: list[int], count: int, grain: int, com
     [([], [True]), ([2, 1, 3], [True]), ([15], [True]), ([16], [True, False]), ([9, 30], [True, False])],
 )
 def test_a_short_context_needs_no_call_of_its_own(
-    calls: list[bool], lengths: list[int], causal: list[bool], grain: int
+    calls: list[bool], lengths: list[int], causal: list[bool], length_multiple: int
 ) -> None:
     given = Given(lengths, 24)
-    flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=grain)
+    flash_attention.attend_with_context(
+        given.query, given.key, given.value, given.pieces, 0.3, length_multiple=length_multiple
+    )
     assert calls == causal
 
 
 @pytest.mark.parametrize(("before", "causal"), [(20, [True]), (21, [True, False])])
 def test_nor_does_one_that_is_short_beside_the_queries(calls: list[bool], before: int, causal: list[bool]) -> None:
     given = Given([before], 80)
-    flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
+    flash_attention.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, length_multiple=1)
     assert calls == causal
 
 
@@ -166,7 +170,9 @@ def test_gradients_that_lie_otherwise_are_laid_out(before: int) -> None:
     one, other = Given([before], 13), Given([before], 13)
     grads = []
     for given, grad in ((one, torch.ones(1, HEADS, 13, WIDTH)), (other, torch.ones(()).expand(1, HEADS, 13, WIDTH))):
-        out = flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
+        out = flash_attention.attend_with_context(
+            given.query, given.key, given.value, given.pieces, 0.3, length_multiple=1
+        )
         out.backward(grad.double())
         grads.append(given.query.grad)
     assert grads[0] is not None
@@ -183,10 +189,10 @@ def test_few_queries_have_few_that_nobody_asked_for(monkeypatch: pytest.MonkeyPa
             paths.append(query.shape[2])
         return _forward(query, key, value, causal, scale)
 
-    monkeypatch.setattr(flash, "_forward", forward)
+    monkeypatch.setattr(flash_attention, "_forward", forward)
     for count in (1, 8, 40, 64):
         given = Given([1023], count)  # 63 would be left of it
-        flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
+        flash_attention.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, length_multiple=1)
     assert paths == [1, 8 + 1, 40 + 7, 64 + 15]
 
 
@@ -200,7 +206,9 @@ def test_few_variants_are_compiled_for_parts_of_all_kinds() -> None:
     for before in range(30, 60):
         for count in (9, 13, 17, 24):
             given = Given([before], count)
-            flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=8, compiled=True)
+            flash_attention.attend_with_context(
+                given.query, given.key, given.value, given.pieces, 0.3, length_multiple=8, compiled=True
+            )
     assert counters["stats"]["unique_graphs"] - earlier == 2
 
 
@@ -214,10 +222,10 @@ def test_contexts_of_many_lengths_have_calls_of_few(monkeypatch: pytest.MonkeyPa
             assert query.shape[2] == 256  # nobody else asks of so much
         return _forward(query, key, value, causal, scale)
 
-    monkeypatch.setattr(flash, "_forward", forward)
+    monkeypatch.setattr(flash_attention, "_forward", forward)
     for before in range(256, 512, 3):
         given = Given([before], 253)
-        flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=8)
+        flash_attention.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, length_multiple=8)
     assert asked == {(256, length) for length in range(256, 512, 32)}
 
 
@@ -237,7 +245,7 @@ def test_plans_do_not_tell_apart_what_a_tensor_is_a_part_of(monkeypatch: pytest.
         "_scaled_dot_product_cudnn_attention": kernel,
         "_scaled_dot_product_cudnn_attention_backward": back,
     }
-    monkeypatch.setattr(flash, "_aten", SimpleNamespace(**operators))
+    monkeypatch.setattr(flash_attention, "_aten", SimpleNamespace(**operators))
     forward, backward = KERNELS
     for length in (8, 9, 50):
         part = _some(HEADS, length)[:, :, 1:8].detach()
@@ -252,7 +260,7 @@ def test_plans_do_not_tell_apart_what_a_tensor_is_a_part_of(monkeypatch: pytest.
 @pytest.mark.parametrize("lengths", [[16], [5, 11], [7, 40, 1]])
 @pytest.mark.parametrize("count", [24, 8, 13])
 def test_somebody_elses_attention_is_a_part_like_others(
-    lengths: list[int], count: int, grain: int, compiled: bool
+    lengths: list[int], count: int, length_multiple: int, compiled: bool
 ) -> None:
     """Of queries that do not all see the same of each other: here, every other one is hidden."""
     given = Given(lengths, count)
@@ -260,13 +268,13 @@ def test_somebody_elses_attention_is_a_part_like_others(
     seen = (places[:, None] >= places) & ((places % 2 == 0) | (places[:, None] == places))
     scores = _scores(given.query, given.key, False, 0.3).masked_fill(~seen, -torch.inf)
     own = (scores.softmax(-1) @ given.value.repeat_interleave(HEADS // SHARED, 1)).transpose(1, 2).contiguous()
-    out = flash.extend_with_context(
+    out = flash_attention.extend_with_context(
         given.query,
         own.transpose(1, 2),
         scores.logsumexp(-1),
         given.pieces,
         0.3,
-        grain=grain,
+        length_multiple=length_multiple,
         compiled=compiled,
     )
     given.check(out, seen)
@@ -276,8 +284,8 @@ def test_gradients_are_laid_out_as_the_output_is() -> None:
     """Kernels take them as they lie. By tokens, as projections want it, nothing is copied."""
     out = torch.zeros(1, 5, HEADS, WIDTH).transpose(1, 2)
     grad = torch.randn(1, 5, HEADS, WIDTH).transpose(1, 2)
-    assert flash._match_layout(grad, out) is grad
+    assert flash_attention._match_layout(grad, out) is grad
     for other in (grad.contiguous(), torch.ones(()).expand_as(out)):
-        laid = flash._match_layout(other, out)
+        laid = flash_attention._match_layout(other, out)
         assert laid.stride() == out.stride()
         assert torch.equal(laid, other)

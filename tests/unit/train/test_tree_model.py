@@ -11,9 +11,9 @@ from torch import Tensor
 
 from polar.errors import ConfigError
 from polar.records.trajectory import SessionPaths
-from polar.train import packing, passes
-from polar.train.packing import pack_forest
-from polar.train.passes import TreeModel
+from polar.train import packing, tree_model
+from polar.train.packing import pack_trees
+from polar.train.tree_model import TreeModel
 from tests.unit.train.trees import KINDS, VOCABULARY, group, group_tree
 
 SHAPE: dict[str, Any] = {
@@ -78,13 +78,13 @@ def test_gradients_are_exact(make: Callable[[], Any], kind: str, sizes: tuple[in
 
     over_trees = TreeModel(model, chunk_tokens=sizes[0], kept_tokens=sizes[1])
     model.zero_grad()
-    packed = pack_forest([tree])
+    packed = pack_trees([tree])
     assert len(packed) < sum(len(path.prompt) + len(path.sampled) for session in sessions for path in session.paths)
     logprobs = over_trees.backward(packed, lambda index, logprobs: (drawn[index] * logprobs).sum())
     assert (gradients(model) - right).norm() / right.norm() < 1e-5
     expected = torch.stack([alone[exchange][place] for exchange, place in entries])
     assert torch.allclose(logprobs, expected, atol=1e-5)
-    assert torch.allclose(over_trees.logprobs(packed), expected, atol=1e-5)
+    assert torch.allclose(over_trees.compute_logprobs(packed), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["linear", "forked", "think_stripped"])
@@ -98,10 +98,10 @@ def test_gradients_are_exact_where_tokens_are_repeated(kind: str, monkeypatch: p
     right = gradients(model)
     model.zero_grad()
     over_trees = TreeModel(model, chunk_tokens=16, kept_tokens=32)
-    once = len(pack_forest([tree]))
+    once = len(pack_trees([tree]))
     monkeypatch.setattr(packing, "_TINY_NODE_TOKENS", 20)  # the system's text
     monkeypatch.setattr(packing, "_LONG_BRANCH_TOKENS", 5)
-    packed = pack_forest([tree])
+    packed = pack_trees([tree])
     assert len(packed) > once
     over_trees.backward(packed, lambda at, found: (drawn[at] * found).sum())
     assert (gradients(model) - right).norm() / right.norm() < 1e-5
@@ -118,7 +118,7 @@ def test_frozen_layers_cost_no_backward_pass_and_change_no_gradient() -> None:
     one_at_a_time(model, sessions, weights)
     right = gradients(model)
     model.zero_grad()
-    TreeModel(model, chunk_tokens=16, kept_tokens=32).backward(pack_forest([tree]), lambda _, logprobs: logprobs.sum())
+    TreeModel(model, chunk_tokens=16, kept_tokens=32).backward(pack_trees([tree]), lambda _, logprobs: logprobs.sum())
     assert (gradients(model) - right).norm() / right.norm() < 1e-5
 
 
@@ -134,7 +134,7 @@ def test_lora_trains_the_same() -> None:
     one_at_a_time(model, sessions, dict.fromkeys(entries, 1.0))
     right = gradients(model)
     model.zero_grad()
-    TreeModel(model, chunk_tokens=16, kept_tokens=32).backward(pack_forest([tree]), lambda _, logprobs: logprobs.sum())
+    TreeModel(model, chunk_tokens=16, kept_tokens=32).backward(pack_trees([tree]), lambda _, logprobs: logprobs.sum())
     assert (gradients(model) - right).norm() / right.norm() < 1e-5
 
 
@@ -173,16 +173,16 @@ def test_a_model_that_does_more_than_trees_know_of_is_refused_and_left_as_it_was
 
 def test_few_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often the same tokens were sampled."""
-    monkeypatch.setattr(passes, "LOGIT_BATCH_TERMS", 8)
+    monkeypatch.setattr(tree_model, "LOGIT_BATCH_TERMS", 8)
     model = llama()
     tree, _ = group_tree(group("linear"))
     tree.tokens, tree.temperature = np.repeat(tree.tokens, 5), np.repeat(tree.temperature, 5)
     over_trees = TreeModel(model)
-    whole = over_trees.logprobs(pack_forest([tree]))
+    whole = over_trees.compute_logprobs(pack_trees([tree]))
     rows = []
     head = over_trees._head
     over_trees._head = lambda hidden: rows.append(len(hidden)) or head(hidden)  # type: ignore[func-returns-value]
-    assert torch.allclose(over_trees.logprobs(pack_forest([tree])), whole)
+    assert torch.allclose(over_trees.compute_logprobs(pack_trees([tree])), whole)
     assert max(rows) <= 8
     # Rows of one token may differ in their last bits: they are computed in batches of different sizes.
     assert torch.allclose(whole, whole.view(-1, 5)[:, :1].expand(-1, 5).flatten())
