@@ -145,7 +145,7 @@ class EngineContract(Contract):
         assert sum(len(chunk.ids) for chunk in chunks) == 2
         assert get_finish_reason(chunks) == "length"
 
-    @requires("same_again", "accepts_token_ids")
+    @requires("is_deterministic", "accepts_token_ids")
     async def test_the_same_prompt_has_the_same_reply(self, engine: Engine) -> None:
         request = self.make_request(max_tokens=5, temperature=0.0)
         replies = [await self.sample(engine, request, stream=stream, ids=PROMPT_IDS) for stream in (False, True, True)]

@@ -186,8 +186,8 @@ INAPPLICABLE: dict[tuple[type[Contract], str], set[str]] = {
     (testing.EngineContract, "tells_context_length"): {"test_a_prompt_that_no_context_holds"},
     (testing.EngineContract, "can_freeze"): {"test_what_can_be_frozen_goes_on_when_it_is_thawed"},
     (testing.EngineContract, "can_sleep"): {"test_what_can_sleep_wakes_up_again"},
-    (testing.EngineContract, "same_again"): {"test_the_same_prompt_has_the_same_reply"},
-    (testing.EvaluatorContract, "same_again"): {"test_the_same_work_earns_the_same"},
+    (testing.EngineContract, "is_deterministic"): {"test_the_same_prompt_has_the_same_reply"},
+    (testing.EvaluatorContract, "is_deterministic"): {"test_the_same_work_earns_the_same"},
     (testing.ExporterContract, "keeps_tokens"): {"test_what_it_wrote_are_the_recorded_traces"},
     (testing.HarnessContract, "runs_here"): {"test_it_talks_to_the_gateway"},
     (testing.RuntimeContract, "root"): {
