@@ -82,7 +82,7 @@ class GenerationRegistry:
     def attach_retry(self, session: OpenSession, call: HarnessCall) -> "Generation | None":
         """Attaches the call to an orphan with the same request. Returns None if there is none."""
         for orphan in self._orphans.get(session.session_id, ()):
-            if orphan.can_answer(call):
+            if orphan.can_serve_retry(call):
                 orphan.attach()
                 return orphan
         return None
@@ -204,7 +204,7 @@ class Generation:
         """Notes that the reply was written to its last byte."""
         self._is_served = True
 
-    def can_answer(self, call: HarnessCall) -> bool:
+    def can_serve_retry(self, call: HarnessCall) -> bool:
         """Whether a retry may get this reply. A failed generation answers nothing: the retry hopes for a better one."""
         return self.error is None and self.call.is_retry_of(call)
 

@@ -12,7 +12,7 @@ from polar.records.exchange import Exchange
 from polar.records.spans import ExcludedSpan
 from polar.rendering.tokenizer import Tokenizer
 from polar.types import Reply, Text
-from tests.unit.cli.test_show_tree import call, path_of
+from tests.unit.cli.test_show import call, path_of
 
 
 @pytest.fixture(scope="module")

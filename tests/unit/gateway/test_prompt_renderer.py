@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from polar.config import EngineSettings
-from polar.gateway.prompt_renderer import PromptRenderer, StopStringFilter
+from polar.gateway.prompt_renderer import PromptRenderer
 from polar.gateway.session_registry import OpenSession
+from polar.gateway.stop_strings import StopStringFilter
 from polar.records.exchange import ContextMark, Exchange
 from polar.rendering.continuation import TurnHistory
 from polar.types import ReasoningDelta, ReplyEvent, TextDelta, ToolCallStart

@@ -172,7 +172,7 @@ class MarkupParser:
     def _end_turn(self) -> None:
         """The turn ends here, whatever is open."""
         if self._aside:
-            self._end_reasoning(self._aside)
+            self._finish_inside_reasoning(self._aside)
         if self._body is not None and not self._call_close:
             self._close_call(self._body, [])
         elif self._body is not None:
@@ -181,11 +181,11 @@ class MarkupParser:
             self._add_text(text)
         self._flush_section_lead()
 
-    def _end_reasoning(self, aside: list[Piece]) -> None:
+    def _finish_inside_reasoning(self, held_pieces: list[Piece]) -> None:
         """The turn ends in reasoning that holds what may be a call."""
         self._aside = []
         parser = self._family.make_parser(prompt_end="", tools=self._tools)
-        for piece in aside:
+        for piece in held_pieces:
             parser._read_piece(piece)
         events = parser.finish()
         if any(isinstance(event, ToolCallStart) for event in events):
@@ -194,7 +194,7 @@ class MarkupParser:
             self._parts.begin(TextDelta)
             self._parts.add_events(events)
         else:
-            self._parts.add(join_pieces(aside))
+            self._parts.add(join_pieces(held_pieces))
 
     def _add_text(self, text: str) -> None:
         """Text or reasoning, whichever it is now."""

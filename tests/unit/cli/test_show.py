@@ -12,7 +12,7 @@ from msgspec import Raw
 from rich.console import Console
 from rich.tree import Tree
 
-from polar.cli.show_tree import render_tree
+from polar.cli.show import render_tree
 from polar.records.exchange import Exchange, RawRequest, VersionSpan
 from polar.records.session import Evidence, Session
 from polar.records.spans import ExcludedSpan
