@@ -698,7 +698,7 @@ def add(a, b):
     frame = sys._getframe()
     while frame is not None:
         for value in list(frame.f_locals.values()):
-            if getattr(value, "__qualname__", "") == "_writer.<locals>.write":
+            if getattr(value, "__qualname__", "") == "_make_writer.<locals>.write":
                 for name in ("tests/test_calc.py::test_add", "tests.test_calc.AddTest.test_add"):
                     value({"names": [name], "outcome": "passed"})
                 value({"finished": 0})

@@ -183,7 +183,7 @@ FORGED = """
 import gc, os, types
 
 for found in gc.get_objects():
-    if isinstance(found, types.FunctionType) and found.__qualname__.startswith("_writer."):
+    if isinstance(found, types.FunctionType) and found.__qualname__.startswith("_make_writer."):
         found({"names": ["tests.test_calc.AddTest.test_add"], "outcome": "passed"})
         found({"names": ["tests.test_calc.AddTest.test_sane"], "outcome": "passed"})
         found({"finished": 0})

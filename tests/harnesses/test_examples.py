@@ -29,7 +29,7 @@ REWARDS = {"right": 1.0, "wrong": 0.0}
 def available(backend: str, tmp_path: Path) -> list[str]:
     """Options of `polar run` for a kind of runtime, which is there."""
     kind = load("runtimes", backend)(tmp_path / "state", "http://127.0.0.1:9")
-    if (why := asyncio.run(kind.unavailable())) is not None:
+    if (why := asyncio.run(kind.check_availability())) is not None:
         pytest.skip(f"no {backend} here: {why}")
     image = ["--image", ensure_image(backend)] if backend in ("docker", "podman") else []
     return ["--backend", backend, *image]

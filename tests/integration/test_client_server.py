@@ -158,10 +158,10 @@ def test_tasks_that_are_cancelled_or_refused(client: polar.Client) -> None:
     client.submit(task("long", "sleep 600", num_samples=2))
     assert client.cancel("long").cancelled_sessions == 2
     assert {result.reason for result in client.wait("long", timeout=300)} == {"cancelled"}
-    with pytest.raises(ClientError, match="with other content"):
+    with pytest.raises(ClientError, match="A different task with the id long already exists"):
         client.submit(task("long", "sleep 1", num_samples=2))
     client.set_quotas(max_queued=0)
-    with pytest.raises(ClientError, match="The task was refused: more: It has 1 samples"):
+    with pytest.raises(ClientError, match="The task was refused: more: The task has 1 samples"):
         client.submit(task("more"), timeout=0.2)
     client.set_quotas()
     assert client.submit(task("more"))[0].error is None

@@ -70,4 +70,4 @@ def test_a_demo_that_was_begun_goes_on_with_its_own_settings(tmp_path: Path) -> 
     assert demo_folder.create_demo_folder(folder, wanted) == demo_folder.load_existing(folder)
     done = CliRunner().invoke(demo.command, ["--output", str(folder), "--steps", "9"])
     assert isinstance(done.exception, ConfigError)
-    assert "leave out --steps" in str(done.exception)
+    assert "omit --steps" in str(done.exception)

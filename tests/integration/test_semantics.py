@@ -50,7 +50,10 @@ async def test_a_grader_that_runs_out_of_its_own_time(
 
 @pytest.mark.parametrize(
     ("stage", "turns", "error"),
-    [("init", 0, "It was not ready to run within 60 seconds."), ("postrun", 1, "It was not graded within 60 seconds.")],
+    [
+        ("init", 0, "The runtime was not ready within 60 seconds."),
+        ("postrun", 1, "The session was not graded within 60 seconds."),
+    ],
 )
 async def test_the_clock_covers_everything_from_init_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, turns: int, error: str

@@ -31,7 +31,7 @@ class ServerProcess:
         )
         try:
             self.rollout = world.parts.rollout(
-                store, settings, store_id="the server's", replicas=[REPLICA], versions=store.policy_versions
+                store, settings, store_id="the server's", replicas=[REPLICA], versions=store.read_policy_versions
             )
             await self.rollout.__aenter__()
         except StoreError as error:

@@ -130,7 +130,7 @@ FORGED = """
 import gc, os, types
 
 for found in gc.get_objects():
-    if isinstance(found, types.FunctionType) and found.__qualname__.startswith("_writer."):
+    if isinstance(found, types.FunctionType) and found.__qualname__.startswith("_make_writer."):
         for name in ("test_calc.py::test_add", "test_calc.py::test_mean", "test_calc.AddTest.test_add"):
             found({"names": ["tests" + "/."["Test" in name] + name], "outcome": "passed"})
         found({"finished": 0})
@@ -302,7 +302,7 @@ def test_isolate_takes_signed_results() -> None:
 async def test_two_processes_in_a_container(tmp_path: Path, engine: str, image: str) -> None:
     kind = load("runtimes", engine)(tmp_path / "state", "http://127.0.0.1:1")
     try:
-        if (why := await kind.unavailable()) is not None:
+        if (why := await kind.check_availability()) is not None:
             pytest.skip(f"no {engine} here: {why}")
         ensure_image(engine, image)
         place = WorkFactory(kind, tmp_path)

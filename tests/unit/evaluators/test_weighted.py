@@ -27,7 +27,7 @@ WRONG = {"strategy": "answer", "config": {"expected": "no"}}
 
 
 @pytest.fixture
-async def create_work(place: WorkFactory) -> AgentWork:
+async def work(place: WorkFactory) -> AgentWork:
     work = await place.create_work("touch made")
     work.answer = "yes"
     return work

@@ -3,14 +3,14 @@
 import subprocess
 import sys
 
-from polar.records import result, task
+from polar.records import policy, result, task
 from polar.records.result import TraceResult
 from polar.rollout import models
 
 
 def test_bridges_find_all_records_under_their_old_name() -> None:
     for name in models.__all__:
-        assert any(getattr(models, name) is getattr(module, name, None) for module in (result, task))
+        assert any(getattr(models, name) is getattr(module, name, None) for module in (policy, result, task))
 
 
 def test_reading_results_takes_no_array_library() -> None:
