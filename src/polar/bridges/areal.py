@@ -55,7 +55,7 @@ class PolarWorkflow:
     ) -> None:
         """`samples` are sessions of a group, if not as the settings say. `gconfig` is AReaL's: its temperature and the
         like go over the harness's; without it, those of the service's [engine.sampling] and the tasks do. Without
-        `normalise`, `rewards` are those of the sessions as they are."""
+        `normalize`, `rewards` are those of the sessions as they are."""
         _register_workflow()
         self._settings = load_settings(source)
         self._samples = samples
